@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,11 +38,6 @@ FIXED_DATE = (
     + " }}{% endmacro %}\n"
 )
 SENTINEL = "A text that is nowhere else."
-# The tags around an assistant's turn in a chat template, an extension of transformers.
-GENERATION = re.compile(r"(\{%-?)\s*(end)?generation\s*(-?%\})")
-TURN_MARK = "\ufdd0"  # Unicode reserves this character, so that no text has it
-# Stands in front of a template and writes the mark in front of a turn.
-MARKED_TURN = f"{{% macro marked_turn() %}}{TURN_MARK}{{{{ caller() }}}}{{% endmacro %}}\n"
 _TAIL = 16  # A tag and the white space after it have fewer tokens than this.
 SUFFIXES = (".jsonl", ".json", ".parquet")
 # DATASET_CONFIG, if it is empty, of hub datasets with several configurations and no default.
@@ -65,6 +60,13 @@ class Prompt(NamedTuple):
     columns: Example  # see load_examples
 
 
+class Completion(NamedTuple):
+    """The messages of a demonstration that follow its question; the last is the assistant's."""
+
+    messages: list[Message]
+    place: str  # the file and the number of the example, for errors
+
+
 # ---- Examples ------------------------------------------------------------------------------------
 
 
@@ -74,7 +76,7 @@ def load_examples(
     split: str,
     question: str = "question",
     answer: str | None = "answer",
-    read: Callable[..., Example] | None = None,
+    completion: str | None = None,
 ) -> list[Example]:
     """Returns the examples of one split of a local file, a local folder or a hub dataset.
 
@@ -85,7 +87,8 @@ def load_examples(
     question, answer: names of the columns that hold the question and the answer, see find_column.
     Each example also has these two texts as `question` and `answer`. If its question is a list of
     messages, the example has the list as `prompts`, and `question` is the text of the last message.
-    read: what reads these texts of an example; None: read_question_and_answer.
+    completion: not None in train_sft.py, see read_completion. Each example then has a Completion as
+    `completions`, the name of no column.
     It keeps all columns that JSON can hold, because a reward worker receives them as JSON. A line
     is printed for each column that is left out.
     Raises UserMistake if a file is missing or cannot be read, or if an example lacks a text.
@@ -105,8 +108,10 @@ def load_examples(
         for number, item in enumerate(items, start=1):
             examples.append(item if isinstance(item, dict) else {})
             place = f"{source} example {number}"
-            read_texts = read or read_question_and_answer
-            texts.append(read_texts(place, examples[-1], question, answer))
+            columns, extra = examples[-1], {}
+            if completion is not None:
+                columns, extra = read_completion(place, columns, question, completion)
+            texts.append(read_question_and_answer(place, columns, question, answer) | extra)
     if 0 < sum("prompts" in of_example for of_example in texts) < len(texts):
         why = "some questions are texts, and others lists of messages; write all in one form"
         raise UserMistake(f"DATASET={dataset}, split {split!r}: {why}")
@@ -114,6 +119,8 @@ def load_examples(
     columns = dict.fromkeys(name for example in examples for name in example)
     for name in [*columns]:
         why: object = "rewards get something else by this name" if name in REWARD_ARGUMENTS else ""
+        if name == "tools" and completion is not None:
+            why = "prompts show the tools of ENVIRONMENT_CLASS alone"
         try:
             json.dumps([example.get(name) for example in examples])
         except TypeError as error:
@@ -131,7 +138,11 @@ def load_examples(
             raise UserMistake(f"DATASET={dataset} has no split {split!r}; {why}")
         test_size = max(1, round(HELD_OUT * len(examples)))
         train, test = examples[:-test_size], examples[-test_size:]
-        prompts = [json.dumps(e.get("prompts") or e["question"]) for e in examples]
+        # Of a Completion the messages count, and not the place.
+        prompts = [
+            json.dumps([e.get("prompts") or e["question"], *e.get("completions", ())[:1]])
+            for e in examples
+        ]
         seen, pairs = {*prompts[:-test_size]}, zip(prompts[-test_size:], test, strict=True)
         unseen = {(prompt, e.get("answer")): e for prompt, e in pairs if prompt not in seen}
         if split == "test" and len(unseen) < len(test):
@@ -175,6 +186,38 @@ def read_question_and_answer(
     return texts
 
 
+def read_completion(
+    place: str, columns: Mapping[str, Any], question: str, completion: str
+) -> tuple[Mapping[str, Any], Example]:
+    """Returns the columns with the messages of a question alone, and the Completion that follows.
+
+    completion: the column of a text or of messages. "": the question's column has conversations,
+    and the completion begins with the first message of the assistant. What follows the assistant's
+    last message is left out. Raises UserMistake if a message is missing.
+    """
+    column = completion or question
+    value = find_column(columns, column)
+    messages = as_messages(value) or []
+    if completion and value and not messages:
+        messages = [{"role": "assistant", "content": value}]
+    messages = read_messages(messages, f"{place}, column {column!r}")
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns:
+        raise UserMistake(
+            f"{place} has no message of the assistant in {column!r}, but {value!r:.80}; set "
+            f"QUESTION_COLUMN to a column of conversations, or COMPLETION_COLUMN to one of "
+            f"completions; its columns are {', '.join(columns)}"
+        )
+    first = 0
+    if not completion:
+        first = turns[0]
+        if "user" not in [message["role"] for message in messages[:first]]:
+            why = "has no question of the user in front of the assistant's first message"
+            raise UserMistake(f"{place}, column {column!r} {why}")
+        columns = {**columns, column: messages[:first]}
+    return columns, {"completions": Completion(messages[first : turns[-1] + 1], place)}
+
+
 def find_column(columns: Mapping[str, Any], name: str) -> Any:
     """Returns the value of a column, or of a part of it: reward_model.ground_truth is the value at
     ground_truth of the column reward_model, if no column has this name. None if it is missing."""
@@ -198,13 +241,19 @@ def as_messages(value: object) -> list | None:
 
 def read_messages(value: list, place: str) -> list[Message]:
     """Returns messages without the keys that are null, which Arrow adds to messages that lack a key
-    of others. Raises UserMistake if one of them has no text as its role or its content."""
+    of others. Calls of tools need no content. Raises UserMistake if another message has no text as
+    its content, or one has none as its role."""
+    messages = []
     for number, message in enumerate(value, start=1):
         fields = message if isinstance(message, dict) else {}
+        fields = {name: x for name, x in fields.items() if x is not None}
+        if fields.get("tool_calls"):
+            fields = {"content": ""} | fields
         if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
             example = '{"role": "user", "content": "a text"}'
             raise UserMistake(f"{place}: message {number} is {message!r:.80}, and not {example}")
-    return [{name: x for name, x in message.items() if x is not None} for message in value]
+        messages.append(fields)
+    return messages
 
 
 def read_question(value: list, place: str) -> Example:
@@ -312,29 +361,20 @@ class ChatFormat(NamedTuple):
             return [messages[0], *turns, *messages[1:]]
         return [*self.opening, *messages]
 
-    def render(
-        self, chats: list[list[Message]], add_generation_prompt: bool = True, marked: bool = False
-    ) -> list[str]:
+    def render(self, chats: list[list[Message]], add_generation_prompt: bool = True) -> list[str]:
         """The text of each list of messages, with the same date on every day.
 
-        add_generation_prompt: the text ends where the assistant begins to speak. marked: a
-        TURN_MARK is in front of what a tag of GENERATION begins. Raises UserMistake if the template
-        fails.
+        add_generation_prompt: the text ends where the assistant begins to speak.
+        Raises UserMistake if the template fails.
         """
         roles = ", ".join(message["role"] for message in chats[0])
         arguments = f" and CHAT_TEMPLATE_KWARGS={json.dumps(self.kwargs)}" if self.kwargs else ""
         why = f"its chat template fails on messages of {roles}{arguments}"
-        calls = {None: "call marked_turn()", "end": "endcall"}
         with reading(f"MODEL_PATH (or CHAT_TEMPLATE): {why}"):
-            template = self.template()
-            if marked:
-                template = MARKED_TURN + GENERATION.sub(
-                    lambda tag: f"{tag[1]} {calls[tag[2]]} {tag[3]}", template
-                )
             return self.tokenizer.apply_chat_template(
                 chats,
                 tools=[*self.tools] or None,
-                chat_template=FIXED_DATE + template,
+                chat_template=FIXED_DATE + self.template(),
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
                 **self.kwargs,
@@ -342,7 +382,8 @@ class ChatFormat(NamedTuple):
 
     def arguments(self) -> set[str]:
         """The arguments that the chat template reads, but for those that every run sets."""
-        source = GENERATION.sub("", self.template())
+        # The tags around what the assistant says are an extension of transformers.
+        source = re.sub(r"\{%-?\s*(?:end)?generation\s*-?%\}", "", self.template())
         environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
         names = jinja2.meta.find_undeclared_variables(environment.parse(source))
         return names - {
@@ -408,7 +449,7 @@ def tokenize(texts: list[str], chat_format: ChatFormat, vocab_size: float) -> li
     ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     largest = max((max(of_text, default=0) for of_text in ids), default=0)
     if largest >= vocab_size:
-        why = f"a prompt has the token {tokenizer.decode([largest])!r} ({largest})"
+        why = f"a text has the token {tokenizer.decode([largest])!r} ({largest})"
         raise UserMistake(f"{why}, and the model has no row for it; leave it out of the texts")
     return ids
 

@@ -6,7 +6,6 @@ Cheap checks come first. The mistakes of a user end in a UserMistake with a line
 """
 
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -24,7 +23,7 @@ import config
 import data
 import rewards
 from config import Config
-from demonstrations import build_demonstrations, read_demonstration
+from demonstrations import build_demonstrations
 from infra import hosts, resume
 from infra.checkpoint import Progress
 from infra.chips import attribute_oom_to, has_bfloat16
@@ -364,11 +363,12 @@ def check_chat_format(cfg: Config, chat_format: data.ChatFormat) -> None:
 
 def load_split(cfg: Config, split: str) -> list[dict[str, Any]]:
     """The examples of a split of DATASET. Raises UserMistake."""
-    source = cfg.dataset, cfg.dataset_config, split, cfg.question_column
-    if cfg.loss_type != "sft":
-        return data.load_examples(*source, cfg.answer_column)
-    read = functools.partial(read_demonstration, completion=cfg.completion_column)
-    return data.load_examples(*source, cfg.answer_column if cfg.reward_fn else None, read)
+    answer, completion = cfg.answer_column, None
+    if cfg.loss_type == "sft":
+        answer, completion = (answer if cfg.reward_fn else None), cfg.completion_column
+    return data.load_examples(
+        cfg.dataset, cfg.dataset_config, split, cfg.question_column, answer, completion
+    )
 
 
 def prompts_of_split(
@@ -390,7 +390,7 @@ def prompts_of_split(
         prompts = data.drop_long_prompts(prompts, cfg.max_length_sample, split, "completion")
         for prompt in prompts:
             if (length := len(prompt.ids) + len(prompt.completion_ids)) > model.max_positions:
-                longer = f"{prompt.columns['place']} has {length} tokens, and the model has"
+                longer = f"{prompt.place} has {length} tokens, and the model has"
                 way = "lower MAX_LENGTH_SAMPLE or set MAX_PROMPT_LENGTH"
                 raise UserMistake(f"{longer} {model.max_positions} positions; {way}")
     return prompts
@@ -661,7 +661,8 @@ def result_fingerprint(run: Run) -> dict[str, str]:
     values["the stop tokens"] = str(run.rollout.stopping.stop_ids)
     for name in ("config.json", "tokenizer.json"):
         values[f"the model's {name}"] = hosts.short_digest((folder / name).read_bytes())
-    values["the tokenized prompts"] = hosts.json_digest(run.train_prompts)
+    prompts = [prompt[:4] for prompt in run.train_prompts]  # without the place of a Demonstration
+    values["the tokenized prompts"] = hosts.json_digest(prompts)
     if cfg.beta > 0 or run.learner.compute.model.lora:  # a resumed run reads these weights again
         files = sorted(folder.glob("*.safetensors"))
         if run.adapters:

@@ -77,7 +77,7 @@ def test_a_token_that_the_model_has_no_row_for_is_a_mistake_only_in_a_prompt(tmp
     run = set_up(Config.from_env(few() | {"MODEL_PATH": str(tmp_path)}))
     assert len(run.rollout.tokenizer) == 559
     assert (run.rollout.stopping.stop_ids, run.rollout.stopping.pad_id) == ((2,), 2)
-    words = "a prompt has the token '[PAD]' (558), and the model has no row for it"
+    words = "a text has the token '[PAD]' (558), and the model has no row for it"
     assert words in mistake_of(MODEL_PATH=str(tmp_path), SYSTEM_PROMPT="Do not write [PAD].")
 
 

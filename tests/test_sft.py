@@ -25,6 +25,7 @@ from runs import (
     environment,
     few_examples,
     finish,
+    run_as_user,
     start,
     train,
     train_two,
@@ -34,9 +35,9 @@ from safetensors.numpy import save_file
 from small_model import train_layout
 from test_hf import refused
 
-from config import Config, load
-from data import ChatFormat
-from demonstrations import Demonstration, build_demonstrations, read_demonstration
+from config import Config, describe, load
+from data import ChatFormat, load_examples, read_completion, read_question_and_answer
+from demonstrations import Demonstration, build_demonstrations
 from infra.resume import describe_changes
 from loss import Objective
 from model import hf
@@ -44,7 +45,7 @@ from model.network import Compute
 from rows import Limits
 from startup import Run, result_fingerprint, set_up
 from train_grpo import one_update, pack_to_devices
-from train_sft import adapt_settings, batch_of
+from train_sft import batch_of, customize_settings
 from update import Learner, Optimizer, init_state
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -63,7 +64,7 @@ def demonstrations_of(rows: list[list[list[int]]]) -> list[Demonstration]:
         # A whole sequence has a label in its first place, too, which nothing predicts.
         first = next(i for i, label in enumerate(labels) if label >= 0 and i > 0)
         mask = [int(label >= 0) for label in labels[first:]]
-        made.append(Demonstration(ids[:first], {}, ids[first:], mask))
+        made.append(Demonstration(ids[:first], {}, ids[first:], mask, ""))
     return made
 
 
@@ -152,7 +153,9 @@ def learnt(
     tokenizer.chat_template = template or tokenizer.chat_template
     columns = {"question": question, "completion": completion}
     column = "" if completion is None else "completion"
-    example = read_demonstration("f example 1", columns, "question", None, completion=column)
+    place = "f example 1"
+    columns, extra = read_completion(place, columns, "question", column)
+    example = read_question_and_answer(place, columns, "question", None) | extra
     chat_format = ChatFormat(tokenizer, opening or [], kwargs=kwargs)
     return build_demonstrations([example], chat_format, 600)[0]
 
@@ -169,14 +172,14 @@ def test_every_turn_of_a_conversation_is_learnt_with_its_stop_token_and_no_line_
 
 def test_of_a_question_with_a_completion_the_completion_alone_is_learnt() -> None:
     made = learnt(chat(PENS), SHORT)
-    assert made[0] == ASKED and made[2:] == (SHORT_IDS, [1] * 4)
+    assert made[0] == ASKED and made[2:] == (SHORT_IDS, [1] * 4, "f example 1")
     answer = [{"role": "assistant", "content": SHORT}]
     assert learnt(chat(PENS), answer) == learnt(json.dumps(chat(PENS)), json.dumps(answer))
     assert learnt(chat(PENS), answer)[2:] == made[2:]
     made = learnt(chat(PENS, SHORT, MORE), LONG)
-    assert made[0] == ASKED + SHORT_IDS + BETWEEN and made[2:] == (LONG_IDS, [1] * 13)
+    assert made[0] == ASKED + SHORT_IDS + BETWEEN and made[2:4] == (LONG_IDS, [1] * 13)
     made = learnt(MORE, LONG, opening=chat(PENS, SHORT))  # the worked example of a SYSTEM_PROMPT
-    assert made[0] == ASKED + SHORT_IDS + BETWEEN and made[2:] == (LONG_IDS, [1] * 13)
+    assert made[0] == ASKED + SHORT_IDS + BETWEEN and made[2:4] == (LONG_IDS, [1] * 13)
 
 
 def test_a_prompt_has_the_ids_that_a_sampler_continues() -> None:
@@ -208,11 +211,73 @@ def test_an_argument_of_the_template_reaches_the_prompt_and_what_follows_it() ->
     refused(lambda: learnt(PENS, SHORT, template=THINKING, enable_thinking=False), OTHERWISE)
 
 
+def test_tags_around_a_turn_do_not_change_where_it_begins() -> None:
+    """They enclose an empty thought here, which the prompt of a sampler has."""
+    thought = "{% generation %}<think>\n\n</think>\n\n"
+    template = MARKED.replace("{% generation %}", thought)
+    template = template.replace(
+        "assistant\n{% endif %}", "assistant\n<think>\n\n</think>\n\n{% endif %}"
+    )
+    made = learnt(PENS, SHORT, template=template)
+    assert made.ids == [*ASKED, 554, 201, 201, 555, 201, 201] and made.completion_ids == SHORT_IDS
+
+
+# A call of a tool ends with a token of its own, as in gpt-oss, and a conversation with another.
+CALLS = """{% for m in messages %}<|im_start|>{{ m['role'] }}
+{{ m['content'] }}{% if m['tool_calls'] %}f()<|endoftext|>{% else %}<|im_end|>{% endif %}\
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}<|endoftext|>\
+{% endif %}"""
+PLAIN = """{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% if m['tool_calls'] %}f()\
+{% endif %}{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+CALLED = [
+    *chat(PENS),
+    CALL,
+    {"role": "tool", "content": "7"},
+    {"role": "assistant", "content": "7"},
+]
+
+
+def test_a_turn_does_not_reach_beyond_what_the_assistant_adds() -> None:
+    decode = hf.load_tokenizer(REPO / "tiny").decode
+    made = learnt(chat(PENS, "3", MORE, "7"), template=CALLS)  # without the last <|endoftext|>
+    ids, mask = np.array(made.completion_ids), np.array(made.completion_mask)
+    assert decode(ids[mask == 1]) == "3<|im_end|>7<|im_end|>" and mask[-1] == 1
+    refused(
+        lambda: learnt(CALLED, template=CALLS),
+        "f example 1: message 2 has 0 of the token '<|im_end|>', but a turn of the assistant has",
+    )
+    made = learnt(CALLED, template=PLAIN)
+    ids, mask = np.array(made.completion_ids), np.array(made.completion_mask)
+    assert decode(ids[mask == 1]) == " f()<|im_end|> 7<|im_end|>"
+    assert decode(ids[mask == 0]) == "\ntool: 7\nassistant:"
+
+
+def test_columns_keep_their_names_and_a_held_out_answer_counts_as_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "my.jsonl"
+    answers = ["3", "4", "5", "3"] + ["3"] * 16  # the last two are held out
+    answers[-1] = "6"
+    columns = {"place": "here", "completion": "none", "tools": []}
+    lines = [json.dumps({"messages": chat(PENS, x)} | columns) + "\n" for x in answers]
+    file.write_text("".join(lines))
+    [example] = load_examples(str(file), "", "test", "messages", None, completion="")
+    assert example["completions"] == (chat(PENS, "6")[1:], f"{file} example 20")
+    assert example["question"] == PENS and example["prompts"] == chat(PENS)
+    [made] = build_demonstrations([example], ChatFormat(hf.load_tokenizer(REPO / "tiny"), []))
+    assert (made.columns["place"], made.columns["completion"]) == ("here", "none")
+    assert "completions" not in made.columns, "rewards get those that are sampled"
+    lines = capsys.readouterr().out
+    assert "left out column 'tools' of split 'test': prompts show the tools of ENV" in lines
+    assert "left out 1 of 2 held-out questions" in lines
+
+
 # ---- What is refused -----------------------------------------------------------------------------
 
 OTHERWISE = "f example 1: the chat template writes the messages up to number 2 otherwise when"
 NO_TURN = "f example 1 has no message of the assistant in 'question', but "
-UNMARKED = MARKED.replace("m['role'] == 'assistant'", "m['content'] == 'Yes.'")
+NO_QUESTION = "f example 1, column 'question' has no question of the user in front of the assist"
 
 
 @pytest.mark.parametrize(
@@ -228,16 +293,17 @@ UNMARKED = MARKED.replace("m['role'] == 'assistant'", "m['content'] == 'Yes.'")
             "f example 1 has no message of the assistant in 'completion', but ''; set",
         ),
         (None, SHORT, "", "f example 1 has no text in 'question', but None; write it as text"),
-        (chat(PENS, SHORT)[1:], None, "", "f example 1 has no text in 'question', but []; write"),
+        (chat(PENS, SHORT, MORE, LONG)[1:], None, "", NO_QUESTION),
+        ([{"role": "system", "content": "Hi."}, *chat(PENS, SHORT)[1:]], None, "", NO_QUESTION),
         (chat(PENS, 3), None, "", "f example 1, column 'question': message 2 is {'role': 'assis"),
         (chat(PENS, LONG, MORE, SHORT), None, THINKING, OTHERWISE),
+        (PENS, "3<|im_end|>4", "", "f example 1: message 2 has 2 of the token '<|im_end|>', but"),
         (
-            chat(PENS, "No."),
-            None,
-            UNMARKED,
-            "{% generation %} of the chat template is around 0 of 1",
+            "Why?",
+            "\ud800",
+            "",
+            "f example 1: a question or SYSTEM_PROMPT is not Unicode: '\\ud800'",
         ),
-        ("Why?", "\ud800", "", "is not Unicode: '\\ud800'"),
     ],
 )
 def test_an_example_that_cannot_be_learnt_is_one_line_with_its_place(
@@ -250,7 +316,7 @@ def settings(text: str = "", **env: str) -> tuple[Config, list[str]]:
     """The settings of train_sft.py and the lines that it prints about them."""
     data = {"MODEL_PATH": f"{REPO}/tiny", "DATASET": str(few_examples()), "STEPS": "3"}
     data |= {"COMPLETION_COLUMN": "answer", "MAX_LENGTH_SAMPLE": "64", "EVAL_EVERY_STEPS": "0"}
-    cfg, _, lines = load([], data | environment(text) | env, adapt_settings)
+    cfg, _, lines = load([], data | environment(text) | env, customize_settings)
     return cfg, lines
 
 
@@ -267,7 +333,7 @@ def test_what_is_too_long_is_counted_and_left_out_or_refused_by_its_example(
     file.write_text("".join(json.dumps(example) + "\n" for example in examples))
     given = {"DATASET": str(file), "COMPLETION_COLUMN": ""}
     run = run_of("MAX_PROMPT_LENGTH=40 MAX_LENGTH_SAMPLE=20", **given)
-    assert [x.columns["place"][-9:] for x in run.train_prompts] == ["example 1", "example 4"]
+    assert [x.place[-9:] for x in run.train_prompts] == ["example 1", "example 4"]
     lines = capsys.readouterr().out
     assert "skipped 1 of 4 train prompts: longer than MAX_PROMPT_LENGTH=40 tokens\n" in lines
     assert "skipped 1 of 3 train completions: longer than MAX_LENGTH_SAMPLE=20 tokens\n" in lines
@@ -326,12 +392,14 @@ def test_micro_batches_packing_and_meshes_do_not_change_an_update(conversations:
 
 def test_defaults_of_its_own_are_shown_and_what_it_does_not_read_is_told() -> None:
     cfg, lines = settings(
-        "NUM_PRE_Q=4 TOP_P=0.9 BETA=0.1 PPO_EPOCHS=2 EVAL_SAMPLES=4 DYNAMIC_SAMPLING=1"
+        "NUM_PRE_Q=4 TOP_P=0.9 BETA=0.1 PPO_EPOCHS=2 EVAL_SAMPLES=4 DYNAMIC_SAMPLING=1",
+        REWARD_WEIGHTS="1,2",
     )
     assert "LEARNING_RATE=2e-05 (train_sft.py)" in lines[0] and "NUM_PRE_Q=1 (train_" in lines[0]
     assert (cfg.loss_type, cfg.num_pre_q, cfg.top_p, cfg.beta) == ("sft", 1, 1.0, 0.0)
     told = [line for line in lines if "train_sft.py" in line][1:]
     names = (
+        "REWARD_WEIGHTS=1.0,2.0",
         "NUM_PRE_Q=4",
         "TOP_P=0.9",
         "BETA=0.1",
@@ -346,11 +414,19 @@ def test_defaults_of_its_own_are_shown_and_what_it_does_not_read_is_told() -> No
     assert settings()[0].question_column == "question"
 
 
-def test_each_script_tells_what_belongs_to_the_other_one() -> None:
-    refused(lambda: Config.from_env({"LOSS_TYPE": "sft"}), "LOSS_TYPE=sft is the objective of tra")
+def test_each_script_tells_what_belongs_to_the_other_one(tmp_path: Path) -> None:
+    out = tmp_path / "sft"
+    out.mkdir()
+    (out / "config.yaml").write_text(describe(settings()[0]))
+    Config.from_env({}, out / "config.yaml")  # config.py and the set-up of a TPU VM read it
+    for flags in ([], ["--eval-only"]):
+        result = run_as_user(out, *flags, **{} if flags else {"LOSS_TYPE": "sft"})
+        assert result.code == 2
+        words = f"LOSS_TYPE=sft is that of train_sft.py; here set MODEL_PATH={out}/hf and another"
+        assert words in result.errors
     lines = load([], {"COMPLETION_COLUMN": "answer"})[2]
     assert "note: COMPLETION_COLUMN=answer does nothing with train_grpo.py" in lines
-    lines = load([], {"COMPLETION_COLUMN": "answer"}, adapt_settings)[2]
+    lines = load([], {"COMPLETION_COLUMN": "answer"}, customize_settings)[2]
     assert "NUM_PRE_Q=1 (train_sft.py)" in lines[0], "not that of recipes/tiny.yaml"
     assert [line for line in lines if "does nothing" in line] == []
 
@@ -361,7 +437,7 @@ def test_each_script_tells_what_belongs_to_the_other_one() -> None:
 def test_a_resumed_run_may_find_its_dataset_in_another_folder(
     conversations: Path, tmp_path: Path
 ) -> None:
-    moved = shutil.copy(conversations, tmp_path)
+    moved = shutil.copy(conversations, tmp_path / "moved.jsonl")
     files = [{"DATASET": str(file), "COMPLETION_COLUMN": ""} for file in (conversations, moved)]
     before, after = (result_fingerprint(run_of("MAX_LENGTH_SAMPLE=256", **x)) for x in files)
     assert before == after
@@ -397,7 +473,7 @@ def test_a_run_learns_evaluates_and_exports_and_its_records_say_so(undisturbed: 
     assert float(re.search(pattern, lines, re.M)[1]) == pytest.approx(
         next(r["eval/loss"] for r in records if r["step"] == 5 and "eval/loss" in r), abs=1e-6
     )
-    assert re.search(r"^learnt of conversations.jsonl example \d+: .*<\|im_end\|>$", lines, re.M)
+    assert re.search(r"^learnt of .*conversations.jsonl example \d+: .*<\|im_end\|>$", lines, re.M)
     losses = [r["train-other/loss"] for r in records if "train-other/loss" in r]
     held_out = [r["eval/loss"] for r in records if "eval/loss" in r]
     assert len(losses) == 10 and len(held_out) == 3

@@ -58,10 +58,6 @@ TINY_YIELDS = [  # any size that the user sets hides those of recipes/tiny.yaml
     (("num_pre_q", "num_mini_batches", *MICRO_SETTINGS), MICRO_SIZES),
 ]
 
-# Changes the settings of all layers, and {attribute: layer}, to those of another script than
-# train_grpo.py, and returns lines about them.
-Customize = Callable[[dict[str, Any], dict[str, str]], list[str]]
-
 # `knob` for each group in YAML. A resumed run must keep the values of `kept` settings. It may
 # change the others, as long as its files, prompts and sizes stay the same.
 in_model = functools.partial(knob, "model", kept=False)
@@ -317,10 +313,12 @@ class Config:
 
 
 def read_layers(
-    env: Mapping[str, str], config_file: str | Path = "", customize: Customize | None = None
+    env: Mapping[str, str], config_file: str | Path = "", customize: Callable | None = None
 ) -> tuple[Config, dict[str, str], list[str]]:
     """The settings of all layers; {attribute: layer}, the layer that has set each of them; and the
-    lines of `customize`. Raises UserMistake with a line for every mistake.
+    lines of `customize`, which changes both for train_sft.py.
+
+    Raises UserMistake with a line for every mistake.
     """
     mistakes: list[str] = []
     settings = read_env(env, Config, mistakes)
@@ -461,9 +459,7 @@ def changed(cfg: Config, layers: Mapping[str, str]) -> str:
 
 
 def load(
-    argv: Sequence[str],
-    env: Mapping[str, str] | None = None,
-    customize: Customize | None = None,
+    argv: Sequence[str], env: Mapping[str, str] | None = None, customize: Callable | None = None
 ) -> tuple[Config, argparse.Namespace, list[str]]:
     """The settings, the flags of the command line, and the lines to print: settings that differ
     from their defaults, and notes. Ends the program after --print-config and after mistakes.

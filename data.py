@@ -87,10 +87,9 @@ def load_examples(
     question, answer: names of the columns that hold the question and the answer, see find_column.
     Each example also has these two texts as `question` and `answer`. If its question is a list of
     messages, the example has the list as `prompts`, and `question` is the text of the last message.
-    completion: not None in train_sft.py, see read_completion. Each example then has a Completion as
-    `completions`, the name of no column.
-    It keeps all columns that JSON can hold, because a reward worker receives them as JSON. A line
-    is printed for each column that is left out.
+    completion: not None for train_sft.py, see read_completion. Each example then has a Completion
+    as `completions`, a name that no column keeps.
+    It keeps the columns that JSON can hold, as reward workers get them, and prints the others.
     Raises UserMistake if a file is missing or cannot be read, or if an example lacks a text.
     """
     path = Path(dataset)
@@ -103,15 +102,12 @@ def load_examples(
         sources = {str(file): _read_file(file) for file in _split_files(path, split)}
     else:
         sources = {f"DATASET={dataset}:{split}": _read_hub(dataset, config, split)}
-    examples, texts = [], []
+    examples, texts, names = [], [], (question, answer, completion)
     for source, items in sources.items():
         for number, item in enumerate(items, start=1):
             examples.append(item if isinstance(item, dict) else {})
             place = f"{source} example {number}"
-            columns, extra = examples[-1], {}
-            if completion is not None:
-                columns, extra = read_completion(place, columns, question, completion)
-            texts.append(read_question_and_answer(place, columns, question, answer) | extra)
+            texts.append(read_question_and_answer(place, examples[-1], *names))
     if 0 < sum("prompts" in of_example for of_example in texts) < len(texts):
         why = "some questions are texts, and others lists of messages; write all in one form"
         raise UserMistake(f"DATASET={dataset}, split {split!r}: {why}")
@@ -119,8 +115,6 @@ def load_examples(
     columns = dict.fromkeys(name for example in examples for name in example)
     for name in [*columns]:
         why: object = "rewards get something else by this name" if name in REWARD_ARGUMENTS else ""
-        if name == "tools" and completion is not None:
-            why = "prompts show the tools of ENVIRONMENT_CLASS alone"
         try:
             json.dumps([example.get(name) for example in examples])
         except TypeError as error:
@@ -139,10 +133,10 @@ def load_examples(
         test_size = max(1, round(HELD_OUT * len(examples)))
         train, test = examples[:-test_size], examples[-test_size:]
         # Of a Completion the messages count, and not the place.
-        prompts = [
-            json.dumps([e.get("prompts") or e["question"], *e.get("completions", ())[:1]])
-            for e in examples
+        keys = [
+            (e.get("prompts") or e["question"], *e.get("completions", ())[:1]) for e in examples
         ]
+        prompts = [json.dumps(key) for key in keys]
         seen, pairs = {*prompts[:-test_size]}, zip(prompts[-test_size:], test, strict=True)
         unseen = {(prompt, e.get("answer")): e for prompt, e in pairs if prompt not in seen}
         if split == "test" and len(unseen) < len(test):
@@ -159,15 +153,21 @@ def load_examples(
 
 
 def read_question_and_answer(
-    place: str, columns: Mapping[str, Any], question: str, answer: str | None
+    place: str,
+    columns: Mapping[str, Any],
+    question: str,
+    answer: str | None,
+    completion: str | None = None,
 ) -> Example:
     """Returns the `question`, the `answer` and, if the question is a list of messages, the
     `prompts` of an example. An answer that is a number becomes its text.
 
-    place: of the example, for the error. question, answer: names of columns, see find_column; None:
-    it is not read. Raises UserMistake if a text is missing.
+    place: of the example, for the error. question, answer, completion: names of columns, see
+    find_column; None: it is not read. Raises UserMistake if a text is missing.
     """
     texts: Example = {}
+    if completion is not None:
+        columns, texts["completions"] = read_completion(place, columns, question, completion)
     for name, column in (("question", question), ("answer", answer)):
         if column is None:
             continue
@@ -188,7 +188,7 @@ def read_question_and_answer(
 
 def read_completion(
     place: str, columns: Mapping[str, Any], question: str, completion: str
-) -> tuple[Mapping[str, Any], Example]:
+) -> tuple[Mapping[str, Any], Completion]:
     """Returns the columns with the messages of a question alone, and the Completion that follows.
 
     completion: the column of a text or of messages. "": the question's column has conversations,
@@ -215,7 +215,7 @@ def read_completion(
             why = "has no question of the user in front of the assistant's first message"
             raise UserMistake(f"{place}, column {column!r} {why}")
         columns = {**columns, column: messages[:first]}
-    return columns, {"completions": Completion(messages[first : turns[-1] + 1], place)}
+    return columns, Completion(messages[first : turns[-1] + 1], place)
 
 
 def find_column(columns: Mapping[str, Any], name: str) -> Any:

@@ -366,9 +366,13 @@ def load_split(cfg: Config, split: str) -> list[dict[str, Any]]:
     answer, completion = cfg.answer_column, None
     if cfg.loss_type == "sft":
         answer, completion = (answer if cfg.reward_fn else None), cfg.completion_column
-    return data.load_examples(
+    examples = data.load_examples(
         cfg.dataset, cfg.dataset_config, split, cfg.question_column, answer, completion
     )
+    if cfg.loss_type == "sft" and "tools" in examples[0]:
+        why = "prompts show the tools of ENVIRONMENT_CLASS alone"
+        print(f"note: the column 'tools' is not in the {split} prompts: {why}", flush=True)
+    return examples
 
 
 def prompts_of_split(

@@ -26,8 +26,8 @@ from infra.settings import to_text
 
 
 def customize_settings(settings: dict[str, Any], layers: dict[str, str]) -> list[str]:
-    """config.Customize of this script: it has defaults of its own, and removes settings that it
-    does not read, those of the sampler and of the objective, with a line for each."""
+    """Gives this script defaults of its own, and removes settings of the sampler and of the
+    objective, which it does not read, with a line for each. config.read_layers calls it."""
     fields = {field.name: field for field in dataclasses.fields(Config)}
     unread = {"ppo_epochs", "num_mini_batches", "sample_every_steps", "print_train_time_breakdown"}
     if not settings.get("reward_fn"):  # nothing is sampled in evaluations either

@@ -171,7 +171,7 @@ def triggered_rules(history: History) -> list[str]:
         "non_finite_steps": not all(np.isfinite(values).all() for values in updates),
         "sampler_drift": min(drift[~np.isnan(drift)], default=0) > level,
     }
-    if is_sft(history):
+    if is_sft(history) and len(steps) >= WINDOW:
         losses = held_out_losses(history)
         holds |= {
             "loss_rose": mean_over(last, LOSS) > 1.05 * mean_over(first, LOSS),

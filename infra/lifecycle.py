@@ -71,8 +71,7 @@ class Lifecycle:
         self.checkpoints.save(arrays, progress)
 
     def record_evaluation(self, score: float) -> None:
-        """Keeps the score after the steps that are done, which is the accuracy in train_grpo.py,
-        and reviews the run so far."""
+        """Keeps the score after the steps that are done, and reviews the run so far."""
         self.progress.accuracy = score
         self._review(RUNNING)
 

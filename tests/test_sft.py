@@ -36,7 +36,7 @@ from small_model import train_layout
 from test_hf import refused
 
 from config import Config, describe, load
-from data import ChatFormat, load_examples, read_completion, read_question_and_answer
+from data import ChatFormat, load_examples, read_question_and_answer
 from demonstrations import Demonstration, build_demonstrations
 from infra.resume import describe_changes
 from loss import Objective
@@ -154,8 +154,7 @@ def learnt(
     columns = {"question": question, "completion": completion}
     column = "" if completion is None else "completion"
     place = "f example 1"
-    columns, extra = read_completion(place, columns, "question", column)
-    example = read_question_and_answer(place, columns, "question", None) | extra
+    example = read_question_and_answer(place, columns, "question", None, column)
     chat_format = ChatFormat(tokenizer, opening or [], kwargs=kwargs)
     return build_demonstrations([example], chat_format, 600)[0]
 
@@ -268,8 +267,10 @@ def test_columns_keep_their_names_and_a_held_out_answer_counts_as_one(
     [made] = build_demonstrations([example], ChatFormat(hf.load_tokenizer(REPO / "tiny"), []))
     assert (made.columns["place"], made.columns["completion"]) == ("here", "none")
     assert "completions" not in made.columns, "rewards get those that are sampled"
+    settings = {"DATASET": str(file), "COMPLETION_COLUMN": "", "EVAL_EVERY_STEPS": "1"}
+    assert len(run_of(**settings).eval_prompts) == 1
     lines = capsys.readouterr().out
-    assert "left out column 'tools' of split 'test': prompts show the tools of ENV" in lines
+    assert "note: the column 'tools' is not in the test prompts: prompts show the tools" in lines
     assert "left out 1 of 2 held-out questions" in lines
 
 

@@ -60,13 +60,6 @@ class Prompt(NamedTuple):
     columns: Example  # see load_examples
 
 
-class Completion(NamedTuple):
-    """The messages of a demonstration that follow its question; the last is the assistant's."""
-
-    messages: list[Message]
-    place: str  # the file and the number of the example, for errors
-
-
 # ---- Examples ------------------------------------------------------------------------------------
 
 
@@ -87,8 +80,8 @@ def load_examples(
     question, answer: names of the columns that hold the question and the answer, see find_column.
     Each example also has these two texts as `question` and `answer`. If its question is a list of
     messages, the example has the list as `prompts`, and `question` is the text of the last message.
-    completion: not None for train_sft.py, see read_completion. Each example then has a Completion
-    as `completions`, a name that no column keeps.
+    completion: not None for train_sft.py, see read_completion. Each example then has its result as
+    `completions`, a name that no column keeps.
     It keeps the columns that JSON can hold, as reward workers get them, and prints the others.
     Raises UserMistake if a file is missing or cannot be read, or if an example lacks a text.
     """
@@ -132,7 +125,7 @@ def load_examples(
             raise UserMistake(f"DATASET={dataset} has no split {split!r}; {why}")
         test_size = max(1, round(HELD_OUT * len(examples)))
         train, test = examples[:-test_size], examples[-test_size:]
-        # Of a Completion the messages count, and not the place.
+        # Of `completions` the messages count, and not the place.
         keys = [
             (e.get("prompts") or e["question"], *e.get("completions", ())[:1]) for e in examples
         ]
@@ -188,12 +181,13 @@ def read_question_and_answer(
 
 def read_completion(
     place: str, columns: Mapping[str, Any], question: str, completion: str
-) -> tuple[Mapping[str, Any], Completion]:
-    """Returns the columns with the messages of a question alone, and the Completion that follows.
+) -> tuple[Mapping[str, Any], tuple[list[Message], str]]:
+    """Returns the columns with the messages of a question alone, and a pair: the messages that
+    follow it, up to the last one of the assistant, and the place, for errors.
 
     completion: the column of a text or of messages. "": the question's column has conversations,
-    and the completion begins with the first message of the assistant. What follows the assistant's
-    last message is left out. Raises UserMistake if a message is missing.
+    and what follows the question begins with the first message of the assistant. Raises UserMistake
+    if a message is missing.
     """
     column = completion or question
     value = find_column(columns, column)
@@ -215,7 +209,7 @@ def read_completion(
             why = "has no question of the user in front of the assistant's first message"
             raise UserMistake(f"{place}, column {column!r} {why}")
         columns = {**columns, column: messages[:first]}
-    return columns, Completion(messages[first : turns[-1] + 1], place)
+    return columns, (messages[first : turns[-1] + 1], place)
 
 
 def find_column(columns: Mapping[str, Any], name: str) -> Any:

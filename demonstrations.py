@@ -27,7 +27,7 @@ class Demonstration(NamedTuple):
 def build_demonstrations(
     examples: list[Example], chat_format: ChatFormat, vocab_size: float = math.inf
 ) -> list[Demonstration]:
-    """The demonstrations of examples with a data.Completion.
+    """The demonstrations of examples that have `completions`, see data.load_examples.
 
     vocab_size: rows of the model's embedding. Raises UserMistake, with the place of the example, if
     the chat template cannot write it, or if a token has no row.
@@ -70,18 +70,20 @@ def cut_out_turns(
     for i in [i for i, message in enumerate(chat) if message["role"] == "assistant"][-count:]:
         [prompt] = chat_format.render([chat[:i]])
         [answered] = chat_format.render([chat[: i + 1]], add_generation_prompt=False)
+        turn = answered.removeprefix(prompt)
+        turn = turn if is_written else turn.rstrip() + end
+        if answered.startswith(prompt) and turn.count(end) != 1:
+            why = "but a turn of the assistant has one, at its end"
+            raise UserMistake(f"message {i + 1} has {turn.count(end)} of the token {end!r}, {why}")
         # Phi-3's template writes one more token behind the turn, unless messages follow.
-        answered = (answered.rpartition(end)[0] + end) if is_written else answered.rstrip()
-        if not (text.startswith(prompt) and text.startswith(answered)):
+        turn = turn.partition(end)[0]
+        written = prompt + turn + end * is_written
+        if not text.startswith(written):
             raise UserMistake(
                 f"the chat template writes the messages up to number {i + 1} otherwise when the "
                 f"assistant answers them or more messages follow, as templates do that drop "
                 f"thoughts; give each example one turn, or CHAT_TEMPLATE one that keeps them"
             )
-        turn = answered[len(prompt) :] + end * (not is_written)
-        if turn.count(end) != 1:
-            why = "but a turn of the assistant has one, at its end"
-            raise UserMistake(f"message {i + 1} has {turn.count(end)} of the token {end!r}, {why}")
-        pieces += [text[begin : len(prompt)], turn]
-        begin = max(len(prompt), len(answered))
+        pieces += [text[begin : len(prompt)], turn + end]
+        begin = len(written)
     return pieces

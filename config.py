@@ -200,9 +200,7 @@ class Config:
     )
 
     loss_type: str = in_loss(
-        "dapo",
-        "Objective; see loss.py. sft is that of train_sft.py.",
-        choices="dapo|grpo|dr_grpo|cispo|gspo|sapo|sft",
+        "dapo", "Objective; see loss.py.", choices="dapo|grpo|dr_grpo|cispo|gspo|sapo|sft"
     )
     adv_estimator: str = in_loss(
         "grpo", "Advantages; see loss.py.", choices="grpo|rloo|reinforce|reinforce++|gdpo|maxrl"

@@ -42,12 +42,6 @@ def splits() -> dict[str, list[dict[str, str]]]:
     return {"train": rng.sample(train, len(train)), "test": rng.sample(test, len(test))}
 
 
-def demonstration(entry: dict[str, str]) -> dict[str, str]:
-    """The example with its equations as a completion."""
-    equations, _, _ = re.sub("<<.*?>>", "", entry["answer"]).rpartition("\n")
-    return entry | {"completion": equations}
-
-
 def reward_steps(completions: list[str], answer: list[str], **columns: list) -> list[float]:
     """Gives the number of the answer's equations in a completion, divided by the number of lines of
     the completion or of the answer, whichever is larger.
@@ -69,7 +63,10 @@ def main() -> None:
     folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     files = splits()
-    files["demonstrations"] = [demonstration(entry) for entry in files["train"][:DEMONSTRATIONS]]
+    files["demonstrations"] = [
+        entry | {"completion": re.sub("<<.*?>>", "", entry["answer"]).rpartition("\n")[0]}
+        for entry in files["train"][:DEMONSTRATIONS]
+    ]
     for name, examples in files.items():
         file = folder / f"{name}.jsonl"
         lines = [json.dumps(entry) + "\n" for entry in examples]

@@ -1,12 +1,13 @@
 """Claims about recipes/arithmetic.py: its questions are disjoint and right, as are rewards."""
 
 import hashlib
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-from recipes.arithmetic import demonstration, example, reward_steps, splits
+from recipes.arithmetic import example, reward_steps, splits
 from rewards import extract_answer
 
 REPO = Path(__file__).resolve().parent.parent
@@ -40,10 +41,9 @@ def test_the_files_are_always_the_same(tmp_path: Path) -> None:
     }
     expected = {"train.jsonl": "52e2370c70d0abd6", "test.jsonl": "1dcad412029421f0"}
     assert digests == expected | {"demonstrations.jsonl": "6065baaecd543318"}
-
-
-def test_a_completion_of_the_demonstrations_has_the_two_equations() -> None:
-    assert demonstration(example(17, 5, 8))["completion"] == "17 + 5 = 22\n22 + 8 = 30"
+    for line in (tmp_path / "demonstrations.jsonl").read_text().splitlines():
+        equation = r"\d+ \+ \d = \d+"
+        assert re.fullmatch(rf"{equation}\n{equation}", json.loads(line)["completion"])
 
 
 def test_reward_steps_is_the_fraction_of_right_equations_and_counts_lines_too_many() -> None:

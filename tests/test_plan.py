@@ -18,7 +18,7 @@ from infra.chips import GPUS, SLICES
 from model.placement import num_params
 from tools import plan
 from tools.plan import Program, known_config, list_programs
-from train_sft import adapt_settings
+from train_sft import customize_settings
 
 MODEL = {
     "model_type": "qwen2",
@@ -179,7 +179,7 @@ def test_a_plan_for_a_gpu_is_made_by_its_compiler(
 @needs_compiler
 def test_supervised_training_has_two_programs(model: Path) -> None:
     env = SMALL | {"MODEL_PATH": str(model), "BATCH_SIZE": "8", "COMPLETION_COLUMN": "answer"}
-    cfg, *_ = load([], env, adapt_settings)
+    cfg, *_ = load([], env, customize_settings)
     programs = list_programs(plan.make_plan(cfg, "v6e-1"))
     assert [*programs] == ["micro_step", "optimizer_step"]
     # 4 prompts of 128 tokens with a completion each

@@ -186,8 +186,7 @@ def read_completion(
     follow it, up to the last one of the assistant, and the place, for errors.
 
     completion: the column of a text or of messages. "": the question's column has conversations,
-    and what follows the question begins with the first message of the assistant. Raises UserMistake
-    if a message is missing.
+    and the assistant's first answer to the user begins what follows. Raises UserMistake without it.
     """
     column = completion or question
     value = find_column(columns, column)
@@ -195,19 +194,18 @@ def read_completion(
     if completion and value and not messages:
         messages = [{"role": "assistant", "content": value}]
     messages = read_messages(messages, f"{place}, column {column!r}")
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    roles = [message["role"] for message in messages]
+    turns = [i for i, role in enumerate(roles) if role == "assistant"]
+    if not completion:
+        turns = [i for i in turns if "user" in roles[:i]]
     if not turns:
         raise UserMistake(
-            f"{place} has no message of the assistant in {column!r}, but {value!r:.80}; set "
+            f"{place} has no answer of the assistant in {column!r}, but {value!r:.80}; set "
             f"QUESTION_COLUMN to a column of conversations, or COMPLETION_COLUMN to one of "
             f"completions; its columns are {', '.join(columns)}"
         )
-    first = 0
+    first = 0 if completion else turns[0]
     if not completion:
-        first = turns[0]
-        if "user" not in [message["role"] for message in messages[:first]]:
-            why = "has no question of the user in front of the assistant's first message"
-            raise UserMistake(f"{place}, column {column!r} {why}")
         columns = {**columns, column: messages[:first]}
     return columns, (messages[first : turns[-1] + 1], place)
 

@@ -148,7 +148,8 @@ def verdict(history: History) -> list[str]:
         return []
     if len(steps) < WINDOW:
         return [f"verdict: none yet: it needs {WINDOW} steps, and the run has {len(steps)}"]
-    name, title = (LOSS, "loss") if is_sft(history) else (REWARD, "mean reward")
+    is_sft = history.settings.get("loss.loss_type") == "sft"
+    name, title = (LOSS, "loss") if is_sft else (REWARD, "mean reward")
     ends = mean_over(steps[:WINDOW], name), mean_over(steps[-WINDOW:], name)
     parts = ["{} {:.4f} -> {:.4f}".format(title, *ends)]
     if (losses := held_out_losses(history)).size > 1:
@@ -171,7 +172,7 @@ def triggered_rules(history: History) -> list[str]:
         "non_finite_steps": not all(np.isfinite(values).all() for values in updates),
         "sampler_drift": min(drift[~np.isnan(drift)], default=0) > level,
     }
-    if is_sft(history) and len(steps) >= WINDOW:
+    if history.settings.get("loss.loss_type") == "sft" and len(steps) >= WINDOW:
         losses = held_out_losses(history)
         holds |= {
             "loss_rose": mean_over(last, LOSS) > 1.05 * mean_over(first, LOSS),
@@ -198,11 +199,6 @@ def triggered_rules(history: History) -> list[str]:
         }
     names = [name for name in RULES if holds.get(name)]
     return [name for name in names if name != "no_learning"] or names
-
-
-def is_sft(history: History) -> bool:
-    """Whether it is a run of train_sft.py."""
-    return history.settings.get("loss.loss_type") == "sft"
 
 
 def held_out_losses(history: History) -> np.ndarray:

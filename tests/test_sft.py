@@ -177,6 +177,8 @@ def test_of_a_question_with_a_completion_the_completion_alone_is_learnt() -> Non
     assert learnt(chat(PENS), answer)[2:] == made[2:]
     made = learnt(chat(PENS, SHORT, MORE), LONG)
     assert made[0] == ASKED + SHORT_IDS + BETWEEN and made[2:4] == (LONG_IDS, [1] * 13)
+    made = learnt([{"role": "assistant", "content": "Hi."}, *chat(PENS, SHORT)])  # a greeting
+    assert made[0][-len(ASKED) :] == ASKED and made[2:4] == (SHORT_IDS, [1] * 4)
     made = learnt(MORE, LONG, opening=chat(PENS, SHORT))  # the worked example of a SYSTEM_PROMPT
     assert made[0] == ASKED + SHORT_IDS + BETWEEN and made[2:4] == (LONG_IDS, [1] * 13)
 
@@ -277,8 +279,7 @@ def test_columns_keep_their_names_and_a_held_out_answer_counts_as_one(
 # ---- What is refused -----------------------------------------------------------------------------
 
 OTHERWISE = "f example 1: the chat template writes the messages up to number 2 otherwise when"
-NO_TURN = "f example 1 has no message of the assistant in 'question', but "
-NO_QUESTION = "f example 1, column 'question' has no question of the user in front of the assist"
+NO_TURN = "f example 1 has no answer of the assistant in 'question', but "
 
 
 @pytest.mark.parametrize(
@@ -291,11 +292,11 @@ NO_QUESTION = "f example 1, column 'question' has no question of the user in fro
             "Why?",
             "",
             "",
-            "f example 1 has no message of the assistant in 'completion', but ''; set",
+            "f example 1 has no answer of the assistant in 'completion', but ''; set",
         ),
         (None, SHORT, "", "f example 1 has no text in 'question', but None; write it as text"),
-        (chat(PENS, SHORT, MORE, LONG)[1:], None, "", NO_QUESTION),
-        ([{"role": "system", "content": "Hi."}, *chat(PENS, SHORT)[1:]], None, "", NO_QUESTION),
+        (chat(PENS, SHORT)[1:], None, "", f"{NO_TURN}[{{'role': 'assistant'"),
+        ([{"role": "system", "content": "Hi."}, *chat(PENS, SHORT)[1:]], None, "", NO_TURN),
         (chat(PENS, 3), None, "", "f example 1, column 'question': message 2 is {'role': 'assis"),
         (chat(PENS, LONG, MORE, SHORT), None, THINKING, OTHERWISE),
         (PENS, "3<|im_end|>4", "", "f example 1: message 2 has 2 of the token '<|im_end|>', but"),

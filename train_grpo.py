@@ -359,8 +359,8 @@ if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")  # it may lack a model's characters
     try:
         if CFG.loss_type == "sft":
-            export_of = f"MODEL_PATH={CFG.output_dir}/hf and another OUTPUT_DIR"
-            raise UserMistake(f"LOSS_TYPE=sft is that of train_sft.py; here set {export_of}")
+            way = "set MODEL_PATH to its export and choose another OUTPUT_DIR"
+            raise UserMistake(f"LOSS_TYPE=sft is that of train_sft.py; {way}")
         if FLAGS.plan:
             with side_file("tools/plan.py", "--plan"):
                 from tools.plan import plan_and_exit

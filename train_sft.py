@@ -208,8 +208,8 @@ if __name__ == "__main__":
                 from tools.plan import plan_and_exit
             plan_and_exit(CFG, FLAGS.plan)
         if FLAGS.eval_only or FLAGS.ask:
-            export_of = f"MODEL_PATH={CFG.output_dir}/hf and another OUTPUT_DIR"
-            raise UserMistake(f"--ask and --eval-only are of train_grpo.py; for it set {export_of}")
+            way = "set MODEL_PATH to the export for it, and choose another OUTPUT_DIR"
+            raise UserMistake(f"--ask and --eval-only are of train_grpo.py; {way}")
     except UserMistake as error:
         exit_with_mistakes(error)
     print(*LINES, sep="\n", flush=True)

@@ -424,7 +424,7 @@ def test_each_script_tells_what_belongs_to_the_other_one(tmp_path: Path) -> None
     for flags in ([], ["--eval-only"]):
         result = run_as_user(out, *flags, **{} if flags else {"LOSS_TYPE": "sft"})
         assert result.code == 2
-        words = f"LOSS_TYPE=sft is that of train_sft.py; here set MODEL_PATH={out}/hf and another"
+        words = "LOSS_TYPE=sft is that of train_sft.py; set MODEL_PATH to its export and choose an"
         assert words in result.errors
     lines = load([], {"COMPLETION_COLUMN": "answer"})[2]
     assert "note: COMPLETION_COLUMN=answer does nothing with train_grpo.py" in lines

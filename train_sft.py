@@ -42,9 +42,8 @@ def customize_settings(settings: dict[str, Any], layers: dict[str, str]) -> list
     for name in sorted(unread & {*settings}):
         if (value := settings.pop(name)) not in (fields[name].default, fixed.get(name)):
             lines.append(f"{name.upper()}={to_text(value)} does nothing in train_sft.py")
-    is_lora = (
-        settings.get("lora_rank") or Path(settings["model_path"], "adapter_config.json").is_file()
-    )
+    adapters = Path(settings["model_path"], "adapter_config.json")
+    is_lora = settings.get("lora_rank") or adapters.is_file()
     defaults = fixed | {"learning_rate": 2e-4 if is_lora else 2e-5}
     if not settings.get("completion_column"):
         defaults["question_column"] = "messages"

@@ -62,8 +62,8 @@ def cut_out_turns(
     that ends it, and what is in front of each of them.
 
     end: this token. is_written: whether the template writes it; if not, it is added to each turn.
-    Raises UserMistake if a turn has not one of this token, or if the template writes messages
-    otherwise when more of them follow.
+    Raises UserMistake if a turn has not one of this token, if the template writes messages
+    otherwise when more of them follow, or if it leaves a text out.
     """
     [text] = chat_format.render([chat], add_generation_prompt=False)
     pieces, begin = [], 0
@@ -71,6 +71,9 @@ def cut_out_turns(
         [prompt] = chat_format.render([chat[:i]])
         [answered] = chat_format.render([chat[: i + 1]], add_generation_prompt=False)
         turn = answered.removeprefix(prompt)
+        # Templates of models that see images write the parts of a list, and nothing of a text.
+        if any(word not in turn for word in chat[i]["content"].split()[-1:]):
+            raise UserMistake(f"the chat template leaves the text of message {i + 1} out")
         turn = turn if is_written else turn.rstrip() + end
         if answered.startswith(prompt) and turn.count(end) != 1:
             why = "but a turn of the assistant has one, at its end"
@@ -82,7 +85,8 @@ def cut_out_turns(
             raise UserMistake(
                 f"the chat template writes the messages up to number {i + 1} otherwise when the "
                 f"assistant answers them or more messages follow, as templates do that drop "
-                f"thoughts; give each example one turn, or CHAT_TEMPLATE one that keeps them"
+                f"thoughts; give each example one turn, or set CHAT_TEMPLATE to a template that "
+                f"keeps them, as docs/qwen3_turns.jinja does"
             )
         pieces += [text[begin : len(prompt)], turn + end]
         begin = len(written)

@@ -344,7 +344,7 @@ def check_chat_format(cfg: Config, chat_format: data.ChatFormat) -> None:
     does not read a name in CHAT_TEMPLATE_KWARGS, which Jinja itself would ignore."""
     with reading("MODEL_PATH (or CHAT_TEMPLATE): its chat template cannot be read"):
         arguments = chat_format.arguments()
-    for name in {*chat_format.kwargs} - arguments:
+    for name in sorted({*chat_format.kwargs} - arguments):
         why = f"the chat template does not read {name!r}, or every run sets it"
         reads = ", ".join(sorted(arguments)) or "no others"
         raise UserMistake(f"CHAT_TEMPLATE_KWARGS: {why}; it reads {reads}")

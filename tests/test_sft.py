@@ -126,6 +126,8 @@ THINKING = """{% set ns = namespace(last=0) %}{% for m in messages %}{% if m['ro
 <|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n\
 {% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}\
 {% endif %}"""
+# PARTS writes the parts of a list, as templates of models that see images do.
+PARTS = MARKED.replace("{{ m['content'] }}", "{% for x in m['content'] %}{{ x.text }}{% endfor %}")
 USER, PENS, MORE = "user", "How many pens?", "And 4 more?"
 SHORT, LONG = "<answer>3</answer>", "<think>\n3+4\n</think>\n\n<answer>7</answer>"
 # Their ids, as TRL has them, up to the line break behind the last turn.
@@ -299,6 +301,7 @@ NO_TURN = "f example 1 has no answer of the assistant in 'question', but "
         ([{"role": "system", "content": "Hi."}, *chat(PENS, SHORT)[1:]], None, "", NO_TURN),
         (chat(PENS, 3), None, "", "f example 1, column 'question': message 2 is {'role': 'assis"),
         (chat(PENS, LONG, MORE, SHORT), None, THINKING, OTHERWISE),
+        (PENS, SHORT, PARTS, "f example 1: the chat template leaves the text of message 2 out"),
         (PENS, "3<|im_end|>4", "", "f example 1: message 2 has 2 of the token '<|im_end|>', but"),
         (
             "Why?",

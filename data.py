@@ -168,8 +168,7 @@ def read_question_and_answer(
         if name == "question" and (messages := as_messages(value)):
             texts |= read_question(messages, f"{place}, column {column!r}")
             continue
-        if name == "answer" and type(value) in (int, float) and -math.inf < value < math.inf:
-            value = json.dumps(value)
+        value = number_to_text(value) if name == "answer" else value
         if not isinstance(value, str) or not value.strip():
             raise UserMistake(
                 f"{place} has no text in {column!r}, but {value!r:.80}; write it as text, or set "
@@ -191,8 +190,8 @@ def read_completion(
     column = completion or question
     value = find_column(columns, column)
     messages = as_messages(value) or []
-    if completion and value and not messages:
-        messages = [{"role": "assistant", "content": value}]
+    if completion and not messages and value not in (None, ""):
+        messages = [{"role": "assistant", "content": number_to_text(value)}]
     messages = read_messages(messages, f"{place}, column {column!r}")
     roles = [message["role"] for message in messages]
     turns = [i for i, role in enumerate(roles) if role == "assistant"]
@@ -208,6 +207,12 @@ def read_completion(
     if not completion:
         columns = {**columns, column: messages[:first]}
     return columns, (messages[first : turns[-1] + 1], place)
+
+
+def number_to_text(value: object) -> object:
+    """Returns a finite number as its text, and any other value as it is."""
+    is_number = type(value) in (int, float) and -math.inf < value < math.inf
+    return json.dumps(value) if is_number else value
 
 
 def find_column(columns: Mapping[str, Any], name: str) -> Any:
@@ -232,13 +237,13 @@ def as_messages(value: object) -> list | None:
 
 
 def read_messages(value: list, place: str) -> list[Message]:
-    """Returns messages without the keys that are null, which Arrow adds to messages that lack a key
-    of others. Calls of tools need no content. Raises UserMistake if another message has no text as
-    its content, or one has none as its role."""
+    """Returns messages as chat templates take them. Calls of tools need no content. Raises
+    UserMistake if another message has no text as its content, or one has none as its role."""
     messages = []
     for number, message in enumerate(value, start=1):
-        fields = message if isinstance(message, dict) else {}
-        fields = {name: x for name, x in fields.items() if x is not None}
+        # Values that JSON lacks, such as times, become texts.
+        copy = json.loads(json.dumps(message, default=str), object_hook=clean_fields)
+        fields = copy if isinstance(copy, dict) else {}
         if fields.get("tool_calls"):
             fields = {"content": ""} | fields
         if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
@@ -246,6 +251,17 @@ def read_messages(value: list, place: str) -> list[Message]:
             raise UserMistake(f"{place}: message {number} is {message!r:.80}, and not {example}")
         messages.append(fields)
     return messages
+
+
+def clean_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a message, or of a part of it, without those that are null: Arrow adds
+    them where others have a field. The arguments of a call, which OpenAI writes as a text of JSON,
+    become what this text holds."""
+    fields = {name: x for name, x in fields.items() if x is not None}
+    if "name" in fields and isinstance(arguments := fields.get("arguments"), str):
+        with contextlib.suppress(ValueError):  # a template may take any text
+            fields["arguments"] = json.loads(arguments)
+    return fields
 
 
 def read_question(value: list, place: str) -> Example:

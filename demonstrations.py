@@ -6,6 +6,7 @@ turns and what is between them are tokenized one by one, because a sampler conti
 prompt. The line break behind a turn is not learnt, since no sampler writes it.
 """
 
+import itertools
 import math
 from typing import NamedTuple
 
@@ -47,7 +48,7 @@ def build_demonstrations(
         try:
             [chat] = data.checked_chats([chat], chat_format)
             pieces = cut_out_turns(chat, turns, chat_format, end, is_written=end_id is not None)
-            ids, *parts = data.tokenize(pieces, chat_format, vocab_size)
+            ids, *parts = tokenize_pieces(pieces, chat_format, vocab_size)
         except UserMistake as error:
             raise UserMistake(f"{place}: {error}") from None
         mask = [1 - i % 2 for i, part in enumerate(parts) for _ in part]
@@ -62,32 +63,53 @@ def cut_out_turns(
     that ends it, and what is in front of each of them.
 
     end: this token. is_written: whether the template writes it; if not, it is added to each turn.
-    Raises UserMistake if a turn has not one of this token, if the template writes messages
-    otherwise when more of them follow, or if it leaves a text out.
+    Raises UserMistake if a turn has no text or not one of this token, or if the template writes
+    messages otherwise when more of them follow.
     """
     [text] = chat_format.render([chat], add_generation_prompt=False)
     pieces, begin = [], 0
-    for i in [i for i, message in enumerate(chat) if message["role"] == "assistant"][-count:]:
+    turns = [i for i, message in enumerate(chat) if message["role"] == "assistant"][-count:]
+    for number, i in enumerate(turns, start=1):
         [prompt] = chat_format.render([chat[:i]])
         [answered] = chat_format.render([chat[: i + 1]], add_generation_prompt=False)
         turn = answered.removeprefix(prompt)
-        # Templates of models that see images write the parts of a list, and nothing of a text.
-        if any(word not in turn for word in chat[i]["content"].split()[-1:]):
-            raise UserMistake(f"the chat template leaves the text of message {i + 1} out")
         turn = turn if is_written else turn.rstrip() + end
+        name = f"turn {number} of the assistant"
         if answered.startswith(prompt) and turn.count(end) != 1:
             why = "but a turn of the assistant has one, at its end"
-            raise UserMistake(f"message {i + 1} has {turn.count(end)} of the token {end!r}, {why}")
+            raise UserMistake(f"{name} has {turn.count(end)} of the token {end!r}, {why}")
+        if not turn.partition(end)[0].strip():
+            raise UserMistake(f"{name} has no text; leave the example out")
+        if chat[i].get("weight") == 0:  # in data for OpenAI's fine-tuning
+            raise UserMistake(f"{name} has the weight 0, but all are learnt; leave the example out")
         # Phi-3's template writes one more token behind the turn, unless messages follow.
         turn = turn.partition(end)[0]
         written = prompt + turn + end * is_written
         if not text.startswith(written):
             raise UserMistake(
-                f"the chat template writes the messages up to number {i + 1} otherwise when the "
-                f"assistant answers them or more messages follow, as templates do that drop "
-                f"thoughts; give each example one turn, or set CHAT_TEMPLATE to a template that "
-                f"keeps them, as docs/qwen3_turns.jinja does"
+                f"the chat template writes {name} or the messages in front of it otherwise when "
+                f"more messages follow, as templates do that drop thoughts; give each example one "
+                f"turn, or set CHAT_TEMPLATE to one that keeps them, as docs/qwen3_turns.jinja does"
             )
         pieces += [text[begin : len(prompt)], turn + end]
         begin = len(written)
     return pieces
+
+
+def tokenize_pieces(
+    pieces: list[str], chat_format: ChatFormat, vocab_size: float
+) -> list[list[int]]:
+    """The ids of each piece as a sampler would continue those of the piece in front of it.
+
+    Tokenizers such as Llama 2's write a space in front of a text, but none inside. Where a token
+    would cross the border of two pieces, each of them has the ids of its text alone.
+    """
+    alone = data.tokenize(pieces, chat_format, vocab_size)
+    pairs = [a + b for a, b in itertools.pairwise(pieces)]
+    ids = alone[:1]
+    for first, second, both in zip(
+        alone[:-1], alone[1:], data.tokenize(pairs, chat_format, vocab_size), strict=True
+    ):
+        continues = both[: len(first)] == first
+        ids.append(both[len(first) :] if continues else second)
+    return ids

@@ -209,7 +209,7 @@ start() {
     settings="$settings REQUIRE_JAX_PROCESS_COUNT=$workers"
   fi
   stamp=$(date -u +%Y%m%dT%H%M%SZ)
-  # A commit that has no script but train_grpo.py does not read SCRIPT.
+  # It is exported because the workers of earlier commits take no further argument.
   on_workers "$WORKER" "export SCRIPT=$SCRIPT;\
  $(worker_command start "$NAME" "$stamp" "$TPU_VENV" "$CONFIG") $settings" || code=$?
   if [[ $code != 0 ]]; then

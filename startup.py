@@ -348,8 +348,13 @@ def check_chat_format(cfg: Config, chat_format: data.ChatFormat) -> None:
         why = f"the chat template does not read {name!r}, or every run sets it"
         reads = ", ".join(sorted(arguments)) or "no others"
         raise UserMistake(f"CHAT_TEMPLATE_KWARGS: {why}; it reads {reads}")
-    if chat_format.kwargs:  # The template may refuse a value, too.
-        chat_format.render([[{"role": "user", "content": "A question."}]])
+    # The template may refuse a value, too, or take lists of texts and images alone.
+    [text] = chat_format.render([[{"role": "user", "content": data.SENTINEL}]])
+    if data.SENTINEL not in text:
+        why = "its chat template does not write the text of a message"
+        raise UserMistake(
+            f"MODEL_PATH (or CHAT_TEMPLATE): {why}; set CHAT_TEMPLATE to one for texts"
+        )
     if not data.has_system_role(chat_format):
         why = "the chat template has no system role"
         print(f"note: {why}; SYSTEM_PROMPT stands in front of each question", flush=True)
@@ -370,8 +375,7 @@ def load_split(cfg: Config, split: str) -> list[dict[str, Any]]:
         cfg.dataset, cfg.dataset_config, split, cfg.question_column, answer, completion
     )
     if cfg.loss_type == "sft" and "tools" in examples[0]:
-        why = "prompts show the tools of ENVIRONMENT_CLASS alone"
-        print(f"note: the column 'tools' is not in the {split} prompts: {why}", flush=True)
+        print(f"note: the {split} prompts show no tools; the column 'tools' is ignored", flush=True)
     return examples
 
 

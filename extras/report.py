@@ -454,22 +454,28 @@ def value_text(value: float, error: float) -> str:
 
 
 def draw_picture(names: list[str], histories: list[History], file: Path) -> None:
-    """Writes the picture. Raises UserMistake without matplotlib or for another kind of file."""
+    """Writes the picture. A run whose MODEL_PATH lies in the folder of an earlier one, such as that
+    of a cold start, begins where this one ended. Raises UserMistake without matplotlib or for
+    another kind of file."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise UserMistake("a picture needs matplotlib: pip install matplotlib") from None
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
+    ends: dict[Path, float] = {}  # {folder: the last step of the picture}
     for name, run in zip(names, histories, strict=True):
         steps, accuracies, errors = (
             metric_values(run.evals, metric)
             for metric in ("step", "eval/accuracy", "eval/accuracy_se")
         )
-        left.errorbar(steps, accuracies, errors, marker=".", capsize=2, label=Path(name).name)
-        right.plot(
-            metric_values(run.steps, "step"), metric_values(run.steps, REWARD), linewidth=0.8
-        )
+        model = Path(run.settings["model.path"]).resolve()
+        begin = next((end for out, end in ends.items() if model.is_relative_to(out)), 0)
+        ends[Path(name).resolve()] = begin + max(steps, default=0)
+        label = Path(name).name
+        left.errorbar(begin + steps, accuracies, errors, marker=".", capsize=2, label=label)
+        steps, rewards = (metric_values(run.steps, metric) for metric in ("step", REWARD))
+        right.plot(begin + steps, rewards, linewidth=0.8)
     left.set(xlabel="step", ylabel="held-out accuracy", ylim=(0, 1))
     left.legend()
     right.set(xlabel="step", ylabel="mean reward of the step")

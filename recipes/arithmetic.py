@@ -1,12 +1,12 @@
-"""Writes sums such as "57 + 5 + 8" as .jsonl files, and rewards their steps.
+"""Writes sums such as "57 + 5 + 8" as train.jsonl and test.jsonl, and rewards their steps.
 
     python recipes/arithmetic.py runs/arithmetic
 
 The first number is from 20 to 81, the others are from 1 to 9. The answers have the form of GSM8K: a
 line for each step, with the equation inside << >>, and the result after ####. Sums of the same
 numbers in another order are in the same split, so that no held-out question is known from the
-training in another order. demonstrations.jsonl has 200 examples of train.jsonl with the equations
-as a completion for train_sft.py. The files are always the same.
+training in another order. The column `completion` has the two equations, for train_sft.py. The
+files are always the same.
 """
 
 import argparse
@@ -17,15 +17,18 @@ import re
 from pathlib import Path
 
 TEST = 300  # the least number of held-out questions
-DEMONSTRATIONS = 200
 SEED = 0
 
 
 def example(a: int, b: int, c: int) -> dict[str, str]:
-    """The sum of the three numbers as a question with its answer."""
+    """The sum of the three numbers as a question with its answer and a demonstration."""
     x, y = a + b, a + b + c
     steps = [f"{a} + {b} = <<{a}+{b}={x}>>{x}", f"{x} + {c} = <<{x}+{c}={y}>>{y}"]
-    return {"question": f"{a} + {b} + {c}", "answer": "\n".join([*steps, f"#### {y}"])}
+    return {
+        "question": f"{a} + {b} + {c}",
+        "answer": "\n".join([*steps, f"#### {y}"]),
+        "completion": f"{a} + {b} = {x}\n{x} + {c} = {y}",
+    }
 
 
 def splits() -> dict[str, list[dict[str, str]]]:
@@ -59,15 +62,10 @@ def reward_steps(completions: list[str], answer: list[str], **columns: list) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="Folder of the files.")
+    parser.add_argument("folder", type=Path, help="Folder of the two files.")
     folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
-    files = splits()
-    files["demonstrations"] = [
-        entry | {"completion": re.sub("<<.*?>>", "", entry["answer"]).rpartition("\n")[0]}
-        for entry in files["train"][:DEMONSTRATIONS]
-    ]
-    for name, examples in files.items():
+    for name, examples in splits().items():
         file = folder / f"{name}.jsonl"
         lines = [json.dumps(entry) + "\n" for entry in examples]
         file.write_text("".join(lines), encoding="utf-8")

@@ -1,7 +1,6 @@
 """Claims about recipes/arithmetic.py: its questions are disjoint and right, as are rewards."""
 
 import hashlib
-import json
 import re
 import subprocess
 import sys
@@ -27,6 +26,8 @@ def test_no_sum_of_test_is_in_train_in_any_order_and_every_step_and_answer_is_ri
             steps = re.findall(r"<<(\d+)\+(\d+)=(\d+)>>\3\n", each["answer"])
             assert [tuple(map(int, x)) for x in steps] == [(a, b, a + b), (a + b, c, a + b + c)]
             assert extract_answer(each["answer"]) == a + b + c
+            x = a + b
+            assert each["completion"] == f"{a} + {b} = {x}\n{x} + {c} = {x + c}"
             sums[name].append((a, b, c))
     assert (len(sums["train"]), len(sums["test"])) == (4721, 301)
     assert len({*sums["train"], *sums["test"]}) == 62 * 9 * 9
@@ -39,11 +40,7 @@ def test_the_files_are_always_the_same(tmp_path: Path) -> None:
     digests = {
         file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in tmp_path.iterdir()
     }
-    expected = {"train.jsonl": "52e2370c70d0abd6", "test.jsonl": "1dcad412029421f0"}
-    assert digests == expected | {"demonstrations.jsonl": "6065baaecd543318"}
-    for line in (tmp_path / "demonstrations.jsonl").read_text().splitlines():
-        equation = r"\d+ \+ \d = \d+"
-        assert re.fullmatch(rf"{equation}\n{equation}", json.loads(line)["completion"])
+    assert digests == {"train.jsonl": "93e01a8e740bdad8", "test.jsonl": "78362f7c1ded3cc8"}
 
 
 def test_reward_steps_is_the_fraction_of_right_equations_and_counts_lines_too_many() -> None:

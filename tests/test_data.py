@@ -1,5 +1,6 @@
 """Claims about data.py: which examples, in which order, as which tokens; and refused files."""
 
+import datetime
 import json
 import os
 import subprocess
@@ -385,6 +386,22 @@ def test_a_dataset_has_the_same_tokens_as_texts_as_messages_and_in_dapo_s_column
     assert example["prompts"] == [user("What is 0 + 1?")]
 
 
+def test_calls_of_tools_are_read_as_templates_take_them_from_parquet_and_from_openai_s_form(
+    tmp_path: Path,
+) -> None:
+    """Arrow gives each call the arguments of the others, too; a time is no value of JSON."""
+    calls = [{"name": "add", "arguments": {"x": 1}}, {"name": "say", "arguments": {"text": "hi"}}]
+    texts = [call | {"arguments": json.dumps(call["arguments"])} for call in calls]
+    for name, written in (("a.parquet", calls), ("b.parquet", texts)):
+        asked = assistant(None) | {"tool_calls": [{"function": call} for call in written]}
+        messages = [user("Add 1."), asked, user("And now?")]
+        times = [message | {"time": datetime.datetime(2026, 1, 2)} for message in messages]
+        file = write(tmp_path / name, [{"question": times, "answer": "1"}] * 20)
+        [example, *_] = load_examples(str(file), "", "train")
+        time, call = {"time": "2026-01-02 00:00:00"}, [{"function": call} for call in calls]
+        assert example["prompts"][1] == assistant("") | time | {"tool_calls": call}
+
+
 SYSTEM_CASES = [  # SYSTEM_PROMPT's messages, the question, and the messages that are rendered
     ([], "2+2?", [system("By default."), user("2+2?")]),
     ([], [user("2+2?")], [user("2+2?")]),
@@ -514,6 +531,16 @@ def test_an_argument_that_the_template_does_not_read_is_refused_by_its_name() ->
         )
         chat_format = thinking_format(**{name: False})
         refused(lambda x=chat_format: check_chat_format(Config(), x), "CHAT_TEMPLATE_KWARGS", words)
+
+
+def test_a_template_that_writes_no_texts_is_refused() -> None:
+    """Those of models that see images may take the parts of a list alone."""
+    chat_format = thinking_format()
+    chat_format.tokenizer.chat_template = (
+        "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
+    )
+    words = "MODEL_PATH (or CHAT_TEMPLATE): its chat template does not write the text of a message"
+    refused(lambda: check_chat_format(Config(), chat_format), words)
 
 
 def test_an_argument_that_the_template_refuses_is_named() -> None:

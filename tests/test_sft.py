@@ -34,6 +34,7 @@ from runs import (
 from safetensors.numpy import save_file
 from small_model import train_layout
 from test_hf import refused
+from tokenizers.normalizers import Prepend
 
 from config import Config, describe, load
 from data import ChatFormat, load_examples, read_question_and_answer
@@ -126,8 +127,6 @@ THINKING = """{% set ns = namespace(last=0) %}{% for m in messages %}{% if m['ro
 <|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n\
 {% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}\
 {% endif %}"""
-# PARTS writes the parts of a list, as templates of models that see images do.
-PARTS = MARKED.replace("{{ m['content'] }}", "{% for x in m['content'] %}{{ x.text }}{% endfor %}")
 USER, PENS, MORE = "user", "How many pens?", "And 4 more?"
 SHORT, LONG = "<answer>3</answer>", "<think>\n3+4\n</think>\n\n<answer>7</answer>"
 # Their ids, as TRL has them, up to the line break behind the last turn.
@@ -174,6 +173,7 @@ def test_every_turn_of_a_conversation_is_learnt_with_its_stop_token_and_no_line_
 def test_of_a_question_with_a_completion_the_completion_alone_is_learnt() -> None:
     made = learnt(chat(PENS), SHORT)
     assert made[0] == ASKED and made[2:] == (SHORT_IDS, [1] * 4, "f example 1")
+    assert learnt(PENS, 0)[2:] == learnt(PENS, "0")[2:]
     answer = [{"role": "assistant", "content": SHORT}]
     assert learnt(chat(PENS), answer) == learnt(json.dumps(chat(PENS)), json.dumps(answer))
     assert learnt(chat(PENS), answer)[2:] == made[2:]
@@ -193,6 +193,22 @@ def test_a_prompt_has_the_ids_that_a_sampler_continues() -> None:
     assert made.completion_ids == [91, 334, 33, 2]
     grpo = set_up(Config.from_env({"DATASET": str(few_examples()), "EVAL_EVERY_STEPS": "0"}))
     assert [x.ids for x in run_of().train_prompts] == [x.ids for x in grpo.train_prompts]
+
+
+def test_a_turn_has_the_tokens_of_the_whole_text_also_if_the_tokenizer_begins_with_a_space() -> (
+    None
+):
+    """Tokenizers such as Llama 2's write a space in front of a text, but not of a turn."""
+    tokenizer = hf.load_tokenizer(REPO / "tiny")
+    tokenizer.backend_tokenizer.normalizer = Prepend(" ")
+    chat_format = ChatFormat(tokenizer, [])
+    columns = {"question": chat(PENS, SHORT, MORE, "7")}
+    example = read_question_and_answer("f example 1", columns, "question", None, "")
+    [made] = build_demonstrations([example], chat_format)
+    [text] = chat_format.render([columns["question"]], add_generation_prompt=False)
+    expected = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = made.ids + made.completion_ids
+    assert ids == expected[: len(ids)]
 
 
 def test_a_template_without_special_tokens_gets_the_eos_token_behind_what_is_learnt() -> None:
@@ -248,7 +264,7 @@ def test_a_turn_does_not_reach_beyond_what_the_assistant_adds() -> None:
     assert decode(ids[mask == 1]) == "3<|im_end|>7<|im_end|>" and mask[-1] == 1
     refused(
         lambda: learnt(CALLED, template=CALLS),
-        "f example 1: message 2 has 0 of the token '<|im_end|>', but a turn of the assistant has",
+        "f example 1: turn 1 of the assistant has 0 of the token '<|im_end|>', but",
     )
     made = learnt(CALLED, template=PLAIN)
     ids, mask = np.array(made.completion_ids), np.array(made.completion_mask)
@@ -274,13 +290,13 @@ def test_columns_keep_their_names_and_a_held_out_answer_counts_as_one(
     settings = {"DATASET": str(file), "COMPLETION_COLUMN": "", "EVAL_EVERY_STEPS": "1"}
     assert len(run_of(**settings).eval_prompts) == 1
     lines = capsys.readouterr().out
-    assert "note: the column 'tools' is not in the test prompts: prompts show the tools" in lines
+    assert "note: the test prompts show no tools; the column 'tools' is ignored" in lines
     assert "left out 1 of 2 held-out questions" in lines
 
 
 # ---- What is refused -----------------------------------------------------------------------------
 
-OTHERWISE = "f example 1: the chat template writes the messages up to number 2 otherwise when"
+OTHERWISE = "f example 1: the chat template writes turn 1 of the assistant or the messages in"
 NO_TURN = "f example 1 has no answer of the assistant in 'question', but "
 
 
@@ -301,8 +317,24 @@ NO_TURN = "f example 1 has no answer of the assistant in 'question', but "
         ([{"role": "system", "content": "Hi."}, *chat(PENS, SHORT)[1:]], None, "", NO_TURN),
         (chat(PENS, 3), None, "", "f example 1, column 'question': message 2 is {'role': 'assis"),
         (chat(PENS, LONG, MORE, SHORT), None, THINKING, OTHERWISE),
-        (PENS, SHORT, PARTS, "f example 1: the chat template leaves the text of message 2 out"),
-        (PENS, "3<|im_end|>4", "", "f example 1: message 2 has 2 of the token '<|im_end|>', but"),
+        (
+            chat(PENS, SHORT, MORE, " "),
+            None,
+            "",
+            "f example 1: turn 2 of the assistant has no text",
+        ),
+        (
+            PENS,
+            [{"role": "assistant", "content": SHORT, "weight": 0}],
+            "",
+            "turn 1 of the assistant has the weight 0",
+        ),
+        (
+            PENS,
+            "3<|im_end|>4",
+            "",
+            "f example 1: turn 1 of the assistant has 2 of the token '<|im_end|>', but",
+        ),
         (
             "Why?",
             "\ud800",

@@ -7,12 +7,10 @@ import re
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from runs import REPO, run_as_user
 
 from data import Prompt
-from model import hf
 from recipes import make_guesser
 from recipes.guess import Guess
 from tiny import make
@@ -63,12 +61,10 @@ def test_the_careful_player_heeds_all_answers_and_the_careless_one_none() -> Non
 
 
 def test_supervised_training_teaches_only_what_the_player_says() -> None:
-    tokenizer = hf.load_tokenizer(REPO / "tiny")
-    made = make.demonstration(Prompt([3, 4], {}), ["50", "higher", "62"], tokenizer)
-    ids, mask = np.array(made.completion_ids), np.array(made.completion_mask)
-    assert made.ids == [3, 4] and tokenizer.decode(ids[mask == 1]) == "50<|im_end|>62<|im_end|>"
-    of_user = "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.decode(ids[mask == 0]) == of_user
+    turns = [[5, 6, 9], [1, 1], [7, 9]]
+    batch = make.micro_batch([Prompt([3, 4], {})], [turns, turns[:1]], S=1, T=8)
+    assert batch.ids.tolist() == [[3, 4, 5, 6, 9, 1, 1, 7, 4, 5, 6] + [0] * 6]
+    assert batch.completion_mask.tolist() == [[1, 1, 1, 0, 0, 1, 1, 0], [1, 1, 1, 0, 0, 0, 0, 0]]
 
 
 @pytest.mark.slow

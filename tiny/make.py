@@ -9,6 +9,7 @@ reinforcement learning has arithmetic to teach.
 """
 
 import argparse
+import functools
 import itertools
 import json
 import random
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
@@ -28,18 +30,14 @@ from tokenizers.trainers import BpeTrainer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
 
 import data
-from demonstrations import Demonstration
 from infra.sizes import prompt_width
-from loss import Objective
 from model import hf
 from model.layout import TRAIN_BATCH_AXES, Layout, make_mesh
 from model.network import Compute
-from model.params import ModelConfig, Params, init_params, param_shardings
+from model.params import ModelConfig, Params, init_params
 from rewards import SYSTEM_PROMPT, TAGS
-from rows import Limits
-from train_grpo import one_update
-from train_sft import batch_of
-from update import Learner, Optimizer, init_state, learning_rate
+from rows import Batch, MicroBatch, Widths, pack
+from update import compute_logps_and_entropies, learning_rate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -241,15 +239,24 @@ def write_config(
 # ---- Supervised warm-up --------------------------------------------------------------------------
 
 
-def demonstration(
-    prompt: data.Prompt, texts: list[str], tokenizer: "PreTrainedTokenizerBase"
-) -> Demonstration:
-    """The prompt with a completion of these turns, of which every second one, the model's, is
-    learnt."""
-    texts = [USER.format(text) if n % 2 else text + END for n, text in enumerate(texts)]
-    turns = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    mask = [1 - n % 2 for n, turn in enumerate(turns) for _ in turn]
-    return Demonstration(prompt.ids, {}, sum(turns, []), mask, "")
+def micro_batch(
+    prompts: list[data.Prompt], completions: list[list[list[int]]], S: int, T: int
+) -> MicroBatch:
+    """A row for each prompt, with S places for the prompt and T places for each of its completions,
+    which are adjacent. A completion is the ids of its turns; every second turn, the model's, is
+    taught."""
+    share = len(completions) // len(prompts)
+    ids, mask = np.zeros((2, len(completions), T), np.int32)
+    lengths = np.zeros(len(completions), np.int32)
+    for place, turns in enumerate(completions):
+        for number, turn in enumerate(turns):
+            places = slice(lengths[place], lengths[place] + len(turn))
+            ids[place, places], mask[place, places] = turn, number % 2 == 0
+            lengths[place] += len(turn)
+    logps, advantages = np.zeros(mask.shape, np.float32), np.zeros(len(mask), np.float32)  # unused
+    batch = Batch(prompts, ids, mask, lengths, logps, advantages=advantages)
+    rows = np.arange(len(completions)).reshape(-1, share).tolist()
+    return pack(batch, rows, Widths(S, share * T, share), pad_id=0)
 
 
 def warm_up(
@@ -264,42 +271,47 @@ def warm_up(
     at most T tokens: turns of the model, with turns of the user between them."""
     rng = random.Random(SEED)
     mesh = make_mesh("MESH_SHAPE", "1,1,1", jax.devices()[:1])
-    compute = Compute(model, jnp.dtype("float32"), Layout(mesh, TRAIN_BATCH_AXES))
+    compute = Compute(model, jnp.float32, Layout(mesh, TRAIN_BATCH_AXES))
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam())
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(
+        params: Params, opt_state: optax.OptState, batch: MicroBatch, lr: jax.Array
+    ) -> tuple[Params, optax.OptState, jax.Array]:
+        def cross_entropy(params: Params) -> jax.Array:
+            logps, _ = compute_logps_and_entropies(params, batch, 1.0, compute)
+            return -(logps * batch.completion_mask).sum() / batch.completion_mask.sum()
+
+        loss, grads = jax.value_and_grad(cross_entropy)(params)
+        updates, opt_state = optimizer.update(grads, opt_state)
+        return jax.tree.map(lambda w, u: w - lr * u, params, updates), opt_state, loss
+
     params = init_params(model, jax.random.key(SEED))
-    params = jax.device_put(params, param_shardings(model, mesh))
     for stage in stages:
-        opening = [{"role": "system", "content": stage.system_prompt}]
-        prompts = data.build_prompts(examples, data.ChatFormat(tokenizer, opening))
-        S = prompt_width(max(len(prompt.ids) for prompt in prompts)) - 1
-        # A row has about a prompt with its solutions, and there are as many rows as prompts.
-        limits = Limits(stage.prompts, stage.solutions, stage.solutions, T, S)
-        learner = Learner(
-            compute=compute,
-            objective=Objective("sft"),
-            optimizer=Optimizer(),
-            temperature=1.0,
-            limits=limits,
-            pad_id=0,
-            accumulates=False,
-            skips_zero_advantages=True,
+        opt_state = optimizer.init(params)
+        prompts = data.build_prompts(
+            examples,
+            data.ChatFormat(tokenizer, [{"role": "system", "content": stage.system_prompt}]),
         )
-        state = init_state(params, optimizer=learner.optimizer, model=model)
+        S = prompt_width(max(len(prompt.ids) for prompt in prompts)) - 1
         for i in range(stage.steps):
             indices = data.batch_indices(len(examples), stage.prompts, i, SEED)
+            drawn = np.repeat(indices, stage.solutions)
             mistakes = stage.mistakes if i >= stage.careful_steps else 0.0
-            demonstrations = [
-                demonstration(prompts[j], solution(examples[j], mistakes, rng), tokenizer)
-                for j in np.repeat(indices, stage.solutions)
-            ]
-            batch = batch_of(demonstrations, T)._replace(prompts=[prompts[j] for j in indices])
+            completions = []
+            for j in drawn:
+                texts = solution(examples[j], mistakes, rng)
+                texts = [
+                    (USER.format(text) if n % 2 else text + END) for n, text in enumerate(texts)
+                ]
+                completions.append(tokenizer(texts, add_special_tokens=False)["input_ids"])
+            batch = micro_batch([prompts[j] for j in indices], completions, S, T)
             lr = learning_rate(
                 i, peak=stage.peak_lr, schedule="linear", warmup_ratio=0.05, decay_steps=stage.steps
             )
-            state, metrics = one_update(learner, state, batch, lr)
+            params, opt_state, loss = step(params, opt_state, batch, lr)
             if i % 50 == 0 or i == stage.steps - 1:
-                loss = metrics["loss"]
                 print(f"warm-up mistakes={mistakes} step={i} loss={loss:.4f}", flush=True)
-        params = state.params
     return params
 
 

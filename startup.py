@@ -349,7 +349,8 @@ def check_chat_format(cfg: Config, chat_format: data.ChatFormat) -> None:
         reads = ", ".join(sorted(arguments)) or "no others"
         raise UserMistake(f"CHAT_TEMPLATE_KWARGS: {why}; it reads {reads}")
     # The template may refuse a value, too, or take lists of texts and images alone.
-    [text] = chat_format.render([[{"role": "user", "content": data.SENTINEL}]])
+    question = chat_format.messages_of({"question": data.SENTINEL})
+    [text] = chat_format.render(data.checked_chats([question], chat_format))
     if data.SENTINEL not in text:
         why = "its chat template does not write the text of a message"
         raise UserMistake(

@@ -1,9 +1,9 @@
 """Demonstrations: the completions of a dataset as token ids, with a mask of those that are learnt.
 
 The ChatFormat that renders prompts also renders conversations. A turn of the assistant begins where
-the prompt of the messages in front of it ends, and reaches to the token that ends it. Prompts,
-turns and what is between them are tokenized one by one, because a sampler continues the ids of its
-prompt. The line break behind a turn is not learnt, since no sampler writes it.
+the prompt of the messages in front of it ends, and reaches to the token that ends it. A prompt is
+tokenized without the turn behind it, because a sampler continues the ids of its prompt. The line
+break behind a turn is not learnt, since no sampler writes it.
 """
 
 import itertools
@@ -87,9 +87,9 @@ def cut_out_turns(
         written = prompt + turn + end * is_written
         if not text.startswith(written):
             raise UserMistake(
-                f"the chat template writes {name} or the messages in front of it otherwise when "
-                f"more messages follow, as templates do that drop thoughts; give each example one "
-                f"turn, or set CHAT_TEMPLATE to one that keeps them, as docs/qwen3_turns.jinja does"
+                f"the chat template writes {name} or the messages in front of it otherwise in the "
+                f"prompt or when more messages follow, as templates do that drop thoughts; give "
+                f"each example one turn, or set CHAT_TEMPLATE to one such as docs/qwen3_turns.jinja"
             )
         pieces += [text[begin : len(prompt)], turn + end]
         begin = len(written)

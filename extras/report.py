@@ -454,24 +454,19 @@ def value_text(value: float, error: float) -> str:
 
 
 def draw_picture(names: list[str], histories: list[History], file: Path) -> None:
-    """Writes the picture. A run whose MODEL_PATH lies in the folder of an earlier one, such as that
-    of a cold start, begins where this one ended. Raises UserMistake without matplotlib or for
-    another kind of file."""
+    """Writes the picture. Raises UserMistake without matplotlib or for another kind of file."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise UserMistake("a picture needs matplotlib: pip install matplotlib") from None
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
-    ends: dict[Path, float] = {}  # {folder: the last step of the picture}
-    for name, run in zip(names, histories, strict=True):
+    begins = first_steps(names, histories)
+    for name, run, begin in zip(names, histories, begins, strict=True):
         steps, accuracies, errors = (
             metric_values(run.evals, metric)
             for metric in ("step", "eval/accuracy", "eval/accuracy_se")
         )
-        model = Path(run.settings["model.path"]).resolve()
-        begin = next((end for out, end in ends.items() if model.is_relative_to(out)), 0)
-        ends[Path(name).resolve()] = begin + max(steps, default=0)
         label = Path(name).name
         left.errorbar(begin + steps, accuracies, errors, marker=".", capsize=2, label=label)
         steps, rewards = (metric_values(run.steps, metric) for metric in ("step", REWARD))
@@ -487,6 +482,18 @@ def draw_picture(names: list[str], histories: list[History], file: Path) -> None
     except ValueError as error:  # matplotlib does not know the ending
         raise UserMistake(f"--out {file} cannot be written: {error}") from None
     print(file)
+
+
+def first_steps(names: list[str], histories: list[History]) -> list[int]:
+    """The step of the picture at which each run begins: where an earlier one ended, such as a cold
+    start, if MODEL_PATH lies in the folder of this one; else 0."""
+    begins: list[int] = []
+    ends: dict[Path, int] = {}  # by the folders of the runs
+    for name, run in zip(names, histories, strict=True):
+        model = Path(run.settings["model.path"]).resolve()
+        begins.append(next((end for out, end in ends.items() if model.is_relative_to(out)), 0))
+        ends[Path(name).resolve()] = begins[-1] + len(run.steps)
+    return begins
 
 
 def main() -> None:

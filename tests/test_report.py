@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from runs import REPO, Result, environment, finish, start, start_script, train, wait_for
 
-from extras.report import History, Reviewer, read_history, render_report
+from extras.report import History, Reviewer, first_steps, read_history, render_report
 from infra.log import RunLog, read_lines
 from metrics import sample_table
 
@@ -215,6 +215,12 @@ def test_a_picture_has_the_two_main_curves_of_all_runs(done: Result, tmp_path: P
         code, _, errors = tool(done.out, "--out", tmp_path / out)
         assert (code, errors.count("\n")) == (2, 1) and errors.startswith("error: ")
         assert f"{tmp_path / out} cannot be written" in errors
+
+
+def test_a_run_from_the_export_of_another_one_begins_in_the_picture_where_this_one_ended() -> None:
+    models = {"a": "Qwen/Qwen3-0.6B", "b": "a/hf", "c": "b/hf", "d": "ab/hf"}
+    runs = [History({"model.path": x}, [], [{}] * 5, [], "", "") for x in models.values()]
+    assert first_steps([*models], runs) == [0, 5, 10, 0]
 
 
 # ---- Two runs ------------------------------------------------------------------------------------

@@ -89,11 +89,16 @@ def test_status_is_one_line_with_the_process_the_time_and_the_last_step(cloud: C
     assert worker(cloud, "status").stdout == begin + "eval step=8 split=test t=9.00s\n"
 
 
-def test_stop_does_not_end_another_process_that_has_the_number_of_an_old_run(cloud: Cloud) -> None:
+@pytest.mark.parametrize("is_python", [True, False])
+def test_stop_does_not_end_another_process_that_has_the_number_of_an_old_run(
+    cloud: Cloud, is_python: bool, tmp_path: Path
+) -> None:
+    """A script of another folder, or another program in this one."""
     (cloud.laptop / "logs").mkdir()
-    stranger = subprocess.Popen(
-        [sys.executable, "-c", "import time; time.sleep(60)  # train_grpo.py"]
-    )
+    script = tmp_path / "train_grpo.py"
+    script.write_text("import time; time.sleep(60)")
+    command = [sys.executable, str(script)] if is_python else ["sleep", "60"]
+    stranger = subprocess.Popen(command, cwd=None if is_python else cloud.laptop)
     (cloud.laptop / f"{BASE}.pid").write_text(f"{stranger.pid}\n")
     (cloud.laptop / f"{BASE}.log").touch()
     assert f"exit=unknown pid={stranger.pid} " in worker(cloud, "status").stdout

@@ -203,7 +203,8 @@ stop() {
   base=$(base_of "$@" 2>/dev/null) || base=logs/none
   pid=$(cat "$base.pid" 2>/dev/null) || pid=none
   if [[ -e $base.exit ]] || ! alive ||
-    ! grep -q '\.py' "/proc/$pid/cmdline" 2>/dev/null || # another process has this number now
+    # Another process may have this number now.
+    ! grep -qz '\.py$' "/proc/$pid/cmdline" 2>/dev/null ||
     [[ $(readlink "/proc/$pid/cwd") != $(pwd -P) ]]; then
     echo "$HOSTNAME has nothing running"
     return

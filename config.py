@@ -41,6 +41,15 @@ from infra.settings import (
 from infra.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES
 
 DTYPES = "auto|bfloat16|float32"
+LOSS_TYPES = "dapo|grpo|dr_grpo|cispo|gspo|sapo|luspo|gmpo|vespo|dppo_tv|dppo_kl|sft"
+DPPO = ("dppo_tv", "dppo_kl")
+PUBLISHED_EPS = {  # EPS_LOW and EPS_HIGH in the papers of these LOSS_TYPEs
+    "gspo": (3e-4, 4e-4),
+    "luspo": (2e-3, 2.5e-3),
+    "gmpo": (0.4, 0.4),
+    "dppo_tv": (0.15, 0.15),
+    "dppo_kl": (0.05, 0.05),
+}
 IS_MODES = "none|token_truncate|token_mask|sequence_truncate|sequence_mask"
 TINY_LAYER = "recipes/tiny.yaml"
 TINY = REPO / TINY_LAYER
@@ -199,17 +208,19 @@ class Config:
         "auto", "Code of attention in training; splash: a TPU kernel.", choices="auto|xla|splash"
     )
 
-    loss_type: str = in_loss(
-        "dapo", "Objective; see loss.py.", choices="dapo|grpo|dr_grpo|cispo|gspo|sapo|sft"
-    )
+    loss_type: str = in_loss("dapo", "Objective; see loss.py.", choices=LOSS_TYPES)
     adv_estimator: str = in_loss(
         "grpo", "Advantages; see loss.py.", choices="grpo|rloo|reinforce|reinforce++|gdpo|maxrl"
     )
     scale_rewards: str = in_loss(
         "group", "Standard deviation that divides grpo's advantages.", choices="group|batch|none"
     )
-    eps_low: float = in_loss(0.2, "The ratio is clipped below 1 - EPS_LOW.", at_most=1)
-    eps_high: float = in_loss(0.2, "The ratio is clipped above 1 + EPS_HIGH; cispo: at EPS_HIGH.")
+    eps_low: float = in_loss(
+        0.2, "The ratio is clipped below 1 - EPS_LOW; gmpo, dppo: see loss.py.", at_most=1
+    )
+    eps_high: float = in_loss(
+        0.2, "The ratio is clipped above 1 + EPS_HIGH; cispo, gmpo, dppo: see loss.py."
+    )
     delta: float = in_loss(0.0, "Upper limit of the ratio (two-sided clipping); 0: no limit.")
     beta: float = in_loss(0.0, "Weight of the KL to the initial model; 0: no reference.")
     kl_estimator: str = in_loss("k3", "Estimator of the KL.", choices="k1|k2|k3")
@@ -225,6 +236,9 @@ class Config:
     )
     is_cap: float = in_loss(
         3.0, "Importance weights above IS_CAP become IS_CAP (truncate) or 0 (mask).", at_least=1
+    )
+    off_policy_mask_threshold: float = in_loss(
+        0.0, "Drop bad completions whose mean log(p_sampler / p) is higher; 0: drop none."
     )
 
     eval_every_steps: int = in_eval(10, "Steps between evaluations, from step 0 on; 0: never.")
@@ -360,6 +374,18 @@ def contradictions(cfg: Config) -> Iterator[str]:
     if cfg.is_mode.startswith("sequence") and cfg.filters_logps():
         why = "with SAMPLING_SUPPORT=full shrinks a sequence's weight with every token"
         yield f"IS_MODE={cfg.is_mode} {why}; leave SAMPLING_SUPPORT out, or set token_truncate"
+    if cfg.is_mode != "none" and cfg.loss_type in DPPO:
+        why = f"corrects for the sampler, as LOSS_TYPE={cfg.loss_type} already does"
+        yield f"IS_MODE={cfg.is_mode} {why}; leave IS_MODE out"
+    if cfg.is_mode.startswith("sequence") and cfg.loss_type == "vespo":
+        why = "is of sequences, and LOSS_TYPE=vespo multiplies the weights of tokens"
+        yield f"IS_MODE={cfg.is_mode} {why}; set token_truncate or token_mask"
+    anchors = [f"LOSS_TYPE={cfg.loss_type}"] if cfg.loss_type in DPPO else []
+    if cfg.off_policy_mask_threshold:
+        anchors.append(f"OFF_POLICY_MASK_THRESHOLD={cfg.off_policy_mask_threshold}")
+    for text in anchors if cfg.filters_logps() else ():
+        why = "takes TOP_K, TOP_P, MIN_P for a change of the policy with SAMPLING_SUPPORT=full"
+        yield f"{text} {why}; leave SAMPLING_SUPPORT out"
     for name, text in (("policy_loss_impl", "pallas"), ("rollout_backend", "sglang_jax")):
         if cfg.replays() and getattr(cfg, name) == text:
             why = f"{name.upper()}={text} cannot replay the tokens that TOP_K, TOP_P, MIN_P leave"
@@ -411,15 +437,25 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
         yield f"{rate}, which mostly learn best at ten times the rate of all weights"
     has_adapters = cfg.lora_rank or Path(cfg.model_path, "adapter_config.json").is_file()
     no_adapters = "LORA_RANK=0, unless MODEL_PATH is a repository of adapters"
-    clips = cfg.ppo_epochs * cfg.num_mini_batches > 1 or cfg.loss_type == "cispo"
+    has_moved = cfg.ppo_epochs * cfg.num_mini_batches > 1
+    differs = has_moved or cfg.rollout_backend != "naive"  # the policy from the sampler
+    clips = differs if cfg.loss_type in DPPO else has_moved or cfg.loss_type == "cispo"
+    loss_type = f"LOSS_TYPE={cfg.loss_type}"
+    if clips and cfg.loss_type in PUBLISHED_EPS and not {"eps_low", "eps_high"} <= layers.keys():
+        published = "EPS_LOW={} EPS_HIGH={}".format(*PUBLISHED_EPS[cfg.loss_type])
+        yield f"{loss_type} was published with {published}; the defaults are 0.2"
+    if cfg.loss_type in DPPO and not clips:
+        yield f"{loss_type} drops no token with one update per step, and is then dapo"
     of_engine = " ".join(name for name in vars(cfg) if name.startswith("sglang_jax_"))
     for names, has_effect, why in (
         ("lora_alpha lora_targets lora_base_copy export_lora", has_adapters, no_adapters),
         ("sampling_support", cfg.filters(), "TOP_K=0, TOP_P=1.0 and MIN_P=0.0"),
         ("scale_rewards", cfg.adv_estimator == "grpo", f"ADV_ESTIMATOR={cfg.adv_estimator}"),
-        ("delta eps_low", cfg.loss_type not in ("cispo", "sapo"), f"LOSS_TYPE={cfg.loss_type}"),
+        ("eps_low", cfg.loss_type not in ("cispo", "sapo", "vespo"), loss_type),
+        ("eps_high", cfg.loss_type not in ("sapo", "vespo"), loss_type),
+        ("delta", cfg.loss_type not in ("cispo", "sapo", "vespo", "gmpo"), loss_type),
         ("delta eps_low eps_high", clips, "one update per step"),
-        ("eps_high", cfg.loss_type != "sapo", "LOSS_TYPE=sapo"),
+        ("off_policy_mask_threshold", differs, "one update per step"),
         ("kl_estimator kl_bias_correction", cfg.beta, "BETA=0"),
         ("dynamic_sampling_max_rounds", cfg.dynamic_sampling, "DYNAMIC_SAMPLING=0"),
         ("overlong_cache", "soft_overlong_penalty" in cfg.reward_fn, f"REWARD_FN={cfg.reward_fn}"),

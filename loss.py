@@ -19,6 +19,9 @@ import numpy as np
 STD_EPS = 1e-4  # as in TRL
 MEAN_EPS = 1e-6  # of maxrl
 SAPO_TAU_POSITIVE, SAPO_TAU_NEGATIVE = 1.0, 1.05  # as in the paper
+VESPO_FLOOR, VESPO_MAX_NATS = 1e-8, 20.0  # limits of w and of its logarithm, as in TRL
+DPPO = ("dppo_tv", "dppo_kl")
+DPPO_FLOOR = 1e-8  # added to 1 - p, whose logarithm is then finite, as in verl
 
 # MERGE.get(name, sum) reduces a metric of the micro-batches to that of their update. The metrics
 # that are not listed here are parts of a mean over the update, which add up to that mean.
@@ -132,13 +135,22 @@ class Objective(NamedTuple):
       cispo    -min(ratio, eps_high) A logps, without gradient through the ratio; averaged as
                dapo. Here eps_high is the limit itself, such as 5.
       sapo     -(4 / tau) sigmoid(tau (ratio - 1)) A; averaged as grpo
+      luspo    the loss of gspo; sum over each sequence's tokens, then mean over the sequences
+      gmpo     -A times the geometric mean of a sequence's ratios, whose logarithms are clipped at
+               eps_high where A > 0, and at -eps_low where A < 0; averaged as grpo
+      vespo    -phi A logps, without gradient through phi = w^k exp(lambda (1 - w)), where w is the
+               product of a sequence's ratios; averaged as dapo
+      dppo_tv  -min(ratio, delta) A logps, without gradient through the ratio, here of the policy to
+               the sampler; averaged as dapo. A token is dropped if its probability has moved from
+               the sampler's in the direction of A by more than eps_high (A > 0), eps_low (A < 0).
+      dppo_kl  as dppo_tv, with the KL divergence of drawing the token or not as the distance
       sft      -logps, the cross-entropy of supervised training; averaged as dapo
     """
 
     loss_type: str = "dapo"
     eps_low: float = 0.2
     eps_high: float = 0.2
-    delta: float = 0.0  # upper limit of the ratio in clipped losses; 0: no limit
+    delta: float = 0.0  # upper limit of the ratio in clipped losses and dppo; 0: no limit
     beta: float = 0.0
     kl_estimator: str = "k3"  # or k1, k2
     kl_bias_correction: bool = True  # multiplies by the ratio; per token, the gradient is unbiased
@@ -146,6 +158,7 @@ class Objective(NamedTuple):
     is_mode: str = "none"  # or token or sequence, then _truncate or _mask
     is_floor: float = 0.0
     is_cap: float = 3.0
+    off_policy_mask_threshold: float = 0.0  # nats; 0: no sequence is dropped
     max_length_sample: int = 0  # tokens; dr_grpo needs it
 
 
@@ -169,7 +182,7 @@ def policy_loss(
     The objectives of an update's micro-batches are summed, and MERGE reduces their metrics.
     logps, old_logps, ref_logps, sampling_logps: [B, T] float32 nats of the sampled tokens, by the
     policy now, by the policy before the first update, by the reference (if beta > 0) and by the
-    sampler (if is_mode is not "none").
+    sampler (if is_mode is not "none", with off_policy_mask_threshold, and for dppo).
     entropy: [B, T] nats (if entropy_coef > 0). advantages: [B]. mask: [B, T], 1 on the completion
     tokens that count; where it is 0, the other arrays may hold anything.
     top_mask: [B, T], 1 on tokens with a policy loss and an entropy bonus; the KL is of all tokens.
@@ -180,7 +193,8 @@ def policy_loss(
     Raises ValueError for an unknown name in the objective, for dr_grpo without max_length_sample,
     and for arrays of other shapes than these.
     Source: PPO, arXiv 1707.06347 eq. 7; DAPO, 2503.14476 eq. 8; Dr. GRPO, 2503.20783; GSPO,
-    2507.18071; CISPO, 2506.13585; SAPO, 2511.20347; TRL.
+    2507.18071; CISPO, 2506.13585; SAPO, 2511.20347; LUSPO, 2602.05261; GMPO, 2507.20673; VESPO,
+    2602.10693; DPPO, 2602.04879; the off-policy mask, 2512.02556 eq. 9; TRL; verl for DPPO.
     """
     arrays = logps, old_logps, mask, ref_logps, sampling_logps, entropy, top_mask
     shapes = {x.shape for x in arrays if x is not None}
@@ -198,23 +212,37 @@ def policy_loss(
     def token_mean(x: jax.Array) -> jax.Array:
         return jnp.where(mask, x, 0.0).sum() / num_tokens
 
-    log_ratio = jnp.where(mask, logps - old_logps, 0.0)  # [B, T]
-    by_sequence = objective.loss_type == "gspo"
+    def sequence_mean(x: jax.Array) -> jax.Array:
+        return x.sum(axis=1, keepdims=True) / sequence_tokens  # [B, 1]
+
+    anchor = sampling_logps if objective.loss_type in DPPO else old_logps
+    log_ratio = jnp.where(mask, logps - anchor, 0.0)  # [B, T]
+    by_sequence = objective.loss_type in ("gspo", "luspo")
     if by_sequence:
-        log_ratio = log_ratio.sum(axis=1, keepdims=True) / sequence_tokens  # [B, 1]
+        log_ratio = sequence_mean(log_ratio)  # [B, 1]
     ratio = jnp.exp(log_ratio)  # [B, T] or [B, 1]
     masked_logps = jnp.where(mask, logps, 0.0)  # [B, T]
-    loss, is_clipped = _token_loss(objective, ratio, A, masked_logps)  # [B, T] or [B, 1]
-    metrics = _clip_metrics(is_clipped, mask, num_sequences if by_sequence else num_tokens)
-
-    loss = jnp.where(top, loss, 0.0)  # [B, T]
+    metrics, weight = {}, 1.0
     if objective.is_mode != "none":
         limits = objective.is_mode, objective.is_floor, objective.is_cap
         weight, under, over = sampler_weights(old_logps, sampling_logps, mask, *limits)
-        loss = loss * weight
         metrics |= {"is_weight/mean": token_mean(weight), "is_weight/over_cap": token_mean(over)}
         if objective.is_floor:
             metrics["is_weight/under_floor"] = token_mean(under)
+    if objective.loss_type == "vespo":  # Its weights are factors of w.
+        log_ratio = log_ratio + jnp.log(jnp.maximum(weight, VESPO_FLOOR))
+        weight = 1.0
+    arrays = ratio, log_ratio, A, masked_logps, sequence_tokens
+    loss, is_clipped = _token_loss(objective, *arrays)  # [B, T] or [B, 1]
+    metrics |= _clip_metrics(is_clipped, mask, num_sequences if by_sequence else num_tokens)
+
+    if objective.off_policy_mask_threshold:
+        gap = sequence_mean(jnp.nan_to_num(jnp.where(mask, sampling_logps - logps, 0.0)))  # [B, 1]
+        is_dropped = (A < 0) & (gap > objective.off_policy_mask_threshold)
+        loss = jnp.where(is_dropped, 0.0, loss)
+        metrics["off_policy_dropped"] = token_mean(is_dropped)
+
+    loss = jnp.where(top, loss, 0.0) * weight  # [B, T]
     if objective.beta > 0:
         kl = _kl(objective.kl_estimator, jnp.where(mask, ref_logps - logps, 0.0))  # [B, T]
         if objective.kl_bias_correction:
@@ -232,28 +260,59 @@ def policy_loss(
 
 
 def _token_loss(
-    objective: Objective, ratio: jax.Array, A: jax.Array, logps: jax.Array
+    objective: Objective,
+    ratio: jax.Array,
+    log_ratio: jax.Array,
+    A: jax.Array,
+    logps: jax.Array,
+    sequence_tokens: jax.Array,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns the loss of each token, and where its ratio is clipped.
+    """Returns the loss of each token, and where it is clipped or dropped.
 
-    ratio: [B, T], or [B, 1] of sequences. A: [B, 1] advantages. logps: [B, T]. Both results have
-    the shape of the ratio, but the losses of cispo and sft are always [B, T].
+    ratio, log_ratio: [B, T], or [B, 1] of sequences; 1 and 0 where the mask is 0. A: [B, 1]
+    advantages. logps: [B, T], 0 where the mask is 0. sequence_tokens: [B, 1]. Both results have the
+    shape of the ratio, but the losses of cispo, vespo and sft are always [B, T], and that of gmpo
+    is [B, 1].
     """
+    eps_low, eps_high = objective.eps_low, objective.eps_high
     if objective.loss_type == "cispo":
-        loss = -jax.lax.stop_gradient(jnp.minimum(ratio, objective.eps_high)) * A * logps
-        return loss, {"cispo_clip_ratio": (ratio > objective.eps_high) & (A > 0)}
+        loss = -jax.lax.stop_gradient(jnp.minimum(ratio, eps_high)) * A * logps
+        return loss, {"cispo_clip_ratio": (ratio > eps_high) & (A > 0)}
     if objective.loss_type == "sapo":
         tau = jnp.where(A > 0, SAPO_TAU_POSITIVE, SAPO_TAU_NEGATIVE)
         return -4 / tau * jax.nn.sigmoid(tau * (ratio - 1)) * A, {}
+    if objective.loss_type == "vespo":
+        log_w = jnp.clip(log_ratio, -VESPO_MAX_NATS, VESPO_MAX_NATS).sum(axis=1, keepdims=True)
+        log_w = jnp.clip(log_w, jnp.log(VESPO_FLOOR), VESPO_MAX_NATS)  # [B, 1]
+        k, lambda_ = jnp.where(A < 0, 3, 2), jnp.where(A < 0, 2, 3)  # as in the paper
+        phi = jnp.exp(k * log_w + lambda_ * (1 - jnp.exp(log_w)))
+        return -jax.lax.stop_gradient(phi) * A * logps, {}
     if objective.loss_type == "sft":
         return -logps, {}
-    clipped = jnp.clip(ratio, 1 - objective.eps_low, 1 + objective.eps_high)
-    ratio = jnp.minimum(ratio, objective.delta) if objective.delta else ratio
-    low = (ratio < 1 - objective.eps_low) & (A < 0)
-    high = (ratio > 1 + objective.eps_high) & (A > 0)
+    if objective.loss_type == "gmpo":
+        low, high = (log_ratio < -eps_low) & (A < 0), (log_ratio > eps_high) & (A > 0)
+        log_ratio = jnp.where(low, -eps_low, jnp.where(high, eps_high, log_ratio))
+        loss = -jnp.exp(log_ratio.sum(axis=1, keepdims=True) / sequence_tokens) * A
+    elif objective.loss_type in DPPO:
+        anchor = logps - log_ratio
+        p, mu = jnp.exp(logps), jnp.exp(anchor)  # the policy's probability, the sampler's
+        distance = jnp.abs(p - mu)
+        if (
+            objective.loss_type == "dppo_kl"
+        ):  # 1 - p by expm1, because 1 - exp(logps) may round to 0
+            rest_p, rest_mu = (DPPO_FLOOR - jnp.expm1(jnp.minimum(x, 0)) for x in (logps, anchor))
+            distance = rest_mu * jnp.log(rest_mu / rest_p) - mu * log_ratio
+        low = (distance > eps_low) & (log_ratio < 0) & (A < 0)
+        high = (distance > eps_high) & (log_ratio > 0) & (A > 0)
+        ratio = jnp.minimum(ratio, objective.delta) if objective.delta else ratio
+        loss = -jax.lax.stop_gradient(jnp.where(low | high, 0.0, ratio)) * A * logps
+    else:
+        clipped = jnp.clip(ratio, 1 - eps_low, 1 + eps_high)
+        ratio = jnp.minimum(ratio, objective.delta) if objective.delta else ratio
+        low, high = (ratio < 1 - eps_low) & (A < 0), (ratio > 1 + eps_high) & (A > 0)
+        loss = -jnp.minimum(ratio * A, clipped * A)
     is_clipped = {"low": low, "high": high, "region": low | high}
-    is_clipped = {f"clip_ratio/{side}_mean": x for side, x in is_clipped.items()}
-    return -jnp.minimum(ratio * A, clipped * A), is_clipped
+    return loss, {f"clip_ratio/{side}_mean": x for side, x in is_clipped.items()}
 
 
 def _divisor(
@@ -263,10 +322,12 @@ def _divisor(
     sequence_tokens: jax.Array,
 ) -> jax.Array | float:
     """Returns the divisor of the loss of a token: a number, or [B, 1] of the sequences."""
-    if objective.loss_type in ("grpo", "gspo", "sapo"):
+    if objective.loss_type in ("grpo", "gspo", "sapo", "gmpo"):
         return sequence_tokens * num_sequences
-    if objective.loss_type in ("dapo", "cispo", "sft"):
+    if objective.loss_type in ("dapo", "cispo", "vespo", "sft", *DPPO):
         return num_tokens
+    if objective.loss_type == "luspo":
+        return num_sequences
     if objective.loss_type != "dr_grpo":
         raise ValueError(f"LOSS_TYPE={objective.loss_type} is not known")
     if objective.max_length_sample < 1:

@@ -207,6 +207,10 @@ ADV_ESTIMATOR=reinforce DYNAMIC_SAMPLING=1 -> DYNAMIC_SAMPLING=1 drops groups
 LOSS_TYPE=cispo -> EPS_HIGH=0.2 caps every ratio of LOSS_TYPE=cispo below 1; set EPS_HIGH=5
 BETA=1 KL_ESTIMATOR=k1 KL_BIAS_CORRECTION=0 -> KL_ESTIMATOR=k1 has no gradient on average
 IS_MODE=sequence_mask TOP_P=0.9 SAMPLING_SUPPORT=full -> IS_MODE=sequence_mask with SAMPLING_SUPP
+LOSS_TYPE=dppo_tv IS_MODE=token_mask -> IS_MODE=token_mask corrects for the sampler, as LOSS_TYPE=dp
+LOSS_TYPE=vespo IS_MODE=sequence_mask -> IS_MODE=sequence_mask is of sequences, and LOSS_TYPE=vespo
+LOSS_TYPE=dppo_kl TOP_K=9 SAMPLING_SUPPORT=full -> LOSS_TYPE=dppo_kl takes TOP_K, TOP_P, MIN_P for a
+OFF_POLICY_MASK_THRESHOLD=1 MIN_P=0.1 SAMPLING_SUPPORT=full -> OFF_POLICY_MASK_THRESHOLD=1.0 takes T
 TOP_K=9 POLICY_LOSS_IMPL=pallas -> POLICY_LOSS_IMPL=pallas cannot replay the tokens that TOP_K,
 TOP_K=9 ROLLOUT_BACKEND=sglang_jax STEPS=0 -> ROLLOUT_BACKEND=sglang_jax cannot replay the tokens
 CHAT_TEMPLATE_KWARGS={'a':False} -> CHAT_TEMPLATE_KWARGS={'a':False} is no JSON object such as {"
@@ -237,6 +241,9 @@ REWARD_FN=soft_overlong_penalty OVERLONG_CACHE=1024
 BETA=1 KL_ESTIMATOR=k1
 TOP_K=9 SAMPLING_SUPPORT=full IS_MODE=sequence_mask ROLLOUT_BACKEND=sglang_jax
 IS_MODE=token_mask IS_FLOOR=0.5 IS_CAP=2 TOP_P=0.9
+LOSS_TYPE=vespo IS_MODE=token_mask TOP_P=0.9 SAMPLING_SUPPORT=full
+LOSS_TYPE=dppo_tv OFF_POLICY_MASK_THRESHOLD=0.5 TOP_P=0.9
+LOSS_TYPE=dppo_tv TOP_P=0.9 SAMPLING_SUPPORT=full ROLLOUT_BACKEND=sglang_jax
 REPORT_TO=tensorboard,trackio WANDB_MODE=disabled
 REPORT_TO=trackio,tensorboard,wandb WANDB_MODE=offline
 """
@@ -259,6 +266,12 @@ LR_DECAY_STEPS=100 STEPS=200 -> LR_DECAY_STEPS=100 is less than STEPS=200
 TOP_K=9 SAMPLING_SUPPORT=full -> TOP_K, TOP_P, MIN_P change sampling only, and the loss has a bias
 MODEL=org/name -> MODEL=org/name is ignored; the setting is called MODEL_PATH
 BATCH_SIZE=4 MODEL_PATH=m EPS_HIGH=0.28 -> EPS_HIGH=0.28 does nothing with one update per step
+NUM_MINI_BATCHES=2 LOSS_TYPE=gspo -> LOSS_TYPE=gspo was published with EPS_LOW=0.0003 EPS_HIGH=0.00
+NUM_MINI_BATCHES=2 LOSS_TYPE=gmpo EPS_LOW=0.4 -> LOSS_TYPE=gmpo was published with EPS_LOW=0.4 EPS_
+LOSS_TYPE=dppo_tv -> LOSS_TYPE=dppo_tv drops no token with one update per step, and is then dapo
+NUM_MINI_BATCHES=2 LOSS_TYPE=gmpo EPS_LOW=0.4 EPS_HIGH=0.4 DELTA=3 -> DELTA=3.0 does nothing with LO
+NUM_MINI_BATCHES=2 LOSS_TYPE=vespo EPS_HIGH=0.3 -> EPS_HIGH=0.3 does nothing with LOSS_TYPE=vespo
+OFF_POLICY_MASK_THRESHOLD=0.5 -> OFF_POLICY_MASK_THRESHOLD=0.5 does nothing with one update per step
 BATCH_SIZE=4 MODEL_PATH=m OVERLONG_CACHE=3 -> OVERLONG_CACHE=3 does nothing with REWARD_FN=
 BATCH_SIZE=4 MODEL_PATH=m SGLANG_JAX_DTYPE=float32 -> SGLANG_JAX_DTYPE=float32 does nothing with
 BATCH_SIZE=4 MODEL_PATH=m REPORT_TO=trackio WANDB_MODE=offline -> WANDB_MODE=offline does nothing
@@ -274,6 +287,8 @@ LR_DECAY_STEPS=100 STEPS=200 LR_SCHEDULE=constant
 MODEL=org/name MODEL_PATH=org/other BATCH_SIZE=4
 MODEL_PATH=m BATCH_SIZE=4 EPS_LOW=0.1 NUM_MINI_BATCHES=2
 MODEL_PATH=m BATCH_SIZE=4 EPS_HIGH=3 LOSS_TYPE=cispo
+LOSS_TYPE=dppo_kl EPS_LOW=0.05 EPS_HIGH=0.05 ROLLOUT_BACKEND=sglang_jax
+OFF_POLICY_MASK_THRESHOLD=0.5 PPO_EPOCHS=2
 MODEL_PATH=m BATCH_SIZE=4 REPORT_TO=trackio,wandb WANDB_MODE=offline
 """
 

@@ -1,6 +1,7 @@
 """Claims about the objective of loss.py, in every variant; its advantages: test_advantages.py.
 
 goldens/trl.npz holds what TRL 1.16 makes of seeded random inputs, trl.json the settings behind it.
+goldens/objectives.npz and .json have other inputs and newer objectives, of TRL 1.16 and verl 0.9.1.
 """
 
 import json
@@ -17,7 +18,8 @@ from loss import MERGE, Objective, policy_loss, sampler_weights, top_entropy_mas
 
 GOLDENS = Path(__file__).parent / "goldens"
 TRL = json.loads((GOLDENS / "trl.json").read_text(encoding="utf-8"))
-ARRAYS = dict(np.load(GOLDENS / "trl.npz"))
+NEWER = json.loads((GOLDENS / "objectives.json").read_text(encoding="utf-8"))
+ARRAYS = {**np.load(GOLDENS / "trl.npz"), **np.load(GOLDENS / "objectives.npz")}
 NAN, INF, LN2 = math.nan, math.inf, math.log(2)
 
 
@@ -41,17 +43,25 @@ def value_and_grad(
     return float(value), np.asarray(grad), {name: float(x) for name, x in metrics.items()}
 
 
-def trl_inputs(old: str = "old_logps", tool: bool = False, weight: str = "is_ratio_token") -> dict:
+def trl_inputs(
+    old: str = "old_logps",
+    tool: bool = False,
+    weight: str = "is_ratio_token",
+    sampling: str = "",
+    group: str = "loss",
+) -> dict:
     """Inputs with finite garbage under the mask; sequence 4 has no token."""
     names = ("logps", "ref_logps", "entropy", "advantages")
-    x = {name: ARRAYS[f"loss.in.{name}"] for name in names}
-    x["old_logps"], x["mask"] = ARRAYS[f"loss.in.{old}"], ARRAYS["loss.in.completion_mask"]
+    x = {name: ARRAYS[f"{group}.in.{name}"] for name in names}
+    x["old_logps"], x["mask"] = ARRAYS[f"{group}.in.{old}"], ARRAYS[f"{group}.in.completion_mask"]
     if tool:
-        x["mask"] = x["mask"] * ARRAYS["loss.in.tool_mask"]
-    ratio = ARRAYS[f"loss.in.{weight}"]  # [B, T], or [B, 1] of the sequence
+        x["mask"] = x["mask"] * ARRAYS[f"{group}.in.tool_mask"]
+    ratio = ARRAYS[f"{group}.in.{weight}"]  # [B, T], or [B, 1] of the sequence
     gap = np.log(np.where(ratio > 0, ratio, 10.0))  # 0 is what TRL makes of more than its cap
     gap = gap if weight == "is_ratio_token" else gap * np.eye(1, 12)  # [B, T]
     x["sampling_logps"] = np.float32(x["old_logps"] - gap)
+    if sampling:
+        x["sampling_logps"] = ARRAYS[f"{group}.in.{sampling}"]
     return {name: value.copy() for name, value in x.items()}
 
 
@@ -66,34 +76,43 @@ def part(x: dict, chosen: slice = slice(8), quantile: float = 1.0, **others: Any
     return value_and_grad(**arrays, **counts | others)
 
 
-# TRL has a ratio for each sequence with other losses than grpo, and a mask of off-policy sequences.
-OURS = [
-    name
-    for name, golden in TRL["loss"].items()
-    if "off_policy_mask_threshold" not in golden["settings"]
-    and (name.startswith("grpo.") or "importance_sampling_level" not in golden["settings"])
-]
+CASES = {
+    f"{group}.{name}": golden
+    for group, cases in (("loss", TRL["loss"]), ("objectives", NEWER["objectives"]))
+    for name, golden in cases.items()
+    # TRL has a ratio for each sequence with other losses than grpo, too.
+    if name.startswith("grpo.") or "importance_sampling_level" not in golden["settings"]
+}
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_the_objective_is_that_of_trl(name: str) -> None:
-    golden = TRL["loss"][name]
-    x, settings = trl_inputs(**golden["inputs"]), golden["settings"].copy()
+@pytest.mark.parametrize("name", CASES)
+def test_the_objective_is_that_of_its_source(name: str) -> None:
+    """Of TRL; dppo, and gmpo in the cases geo_mean, of verl."""
+    golden, group = CASES[name], name.split(".")[0]
+    inputs, settings = golden["inputs"].copy(), golden["settings"].copy()
+    if "off_policy_mask_threshold" in settings:
+        inputs.setdefault("sampling", inputs["old"])  # as TRL without a sampler of its own
+    x = trl_inputs(**inputs, group=group)
     if settings["loss_type"] == "bnpo":  # With the counts of the update it is dapo.
         settings["loss_type"] = "dapo"
     if settings["loss_type"] == "dr_grpo":
-        settings["max_length_sample"] = settings.pop("max_completion_length")
+        settings["max_length_sample"] = settings.pop("max_completion_length", 32)
     chosen = slice(*golden["rows"])
     if settings.pop("importance_sampling_level", "token") == "sequence":
         settings["loss_type"] = "gspo"
+    expected = ARRAYS[f"{name}.loss"]
+    if ".gmpo_trl." in name:  # TRL gives a sequence without a token the ratio 1.
+        without = x["mask"][chosen].sum(axis=1) == 0
+        expected = expected + x["advantages"][chosen][without].sum() / len(x["mask"])
     loss, grad, metrics = part(x, chosen, **settings)
-    assert loss == pytest.approx(ARRAYS[f"loss.{name}.loss"], abs=1e-6)
-    np.testing.assert_allclose(grad, ARRAYS[f"loss.{name}.grad_logps"], atol=1e-6)
-    # TRL's means are over the tokens of a micro-batch, ours are its share of the step's mean.
+    assert loss == pytest.approx(expected, abs=1e-6)
+    np.testing.assert_allclose(grad, ARRAYS[f"{name}.grad_logps"], rtol=1e-6, atol=1e-6)
+    # Its means are over a micro-batch, ours are the micro-batch's share of the update's mean.
     share = x["mask"][chosen].sum() / settings["num_tokens"]
+    if settings["loss_type"] in ("gspo", "luspo"):
+        share = len(x["mask"][chosen]) / settings["num_sequences"]
     expected = {n: v * share if n.endswith("mean") else v for n, v in golden["metrics"].items()}
-    metrics = {n: v for n, v in metrics.items() if not n.startswith("is_weight/")}
-    assert metrics == pytest.approx(expected, abs=1e-6)
+    assert {n: metrics[n] for n in expected} == pytest.approx(expected, abs=1e-6)
 
 
 # ---- The objective: every variant ----------------------------------------------------------------
@@ -107,6 +126,12 @@ VARIANTS = [
     {"loss_type": "cispo", "eps_high": 1.2, "is_mode": "token_truncate", "is_cap": 1.1},
     {"loss_type": "sapo", "is_mode": "sequence_truncate", "is_cap": 1.1},
     {"loss_type": "sft"},
+    {"loss_type": "luspo", "eps_low": 0.01, "eps_high": 0.02, "beta": 0.1},
+    {"loss_type": "gmpo", "is_mode": "token_mask", "is_cap": 1.1, "quantile": 0.5},
+    {"loss_type": "vespo", "is_mode": "token_truncate", "is_cap": 1.1},
+    {"loss_type": "dppo_tv", "eps_low": 0.01, "eps_high": 0.02, "delta": 1.1},
+    {"loss_type": "dppo_kl", "eps_low": 1e-3, "eps_high": 1e-3, "entropy_coef": 0.1},
+    {"off_policy_mask_threshold": 0.01, "beta": 0.1, "entropy_coef": 0.1},
     {"is_mode": "token_mask", "is_cap": 1.1, "beta": 0.1, "kl_estimator": "k1"},
     {"is_mode": "sequence_mask", "is_cap": 1.1, "beta": 0.1, "kl_bias_correction": False},
 ]
@@ -178,6 +203,26 @@ def test_the_kl_by_hand(kind: str, corrected: bool, ratio: float, kl: float, slo
     np.testing.assert_allclose(grad, [[0.5 * slope / 4, 0]], atol=1e-6)
     value, grad, metrics = value_and_grad(*step, **settings)
     assert value == 0 and not grad.any() and "kl" not in metrics
+
+
+@pytest.mark.parametrize("loss_type", ["dppo_tv", "dppo_kl"])
+def test_dppo_drops_tokens_of_extreme_probabilities_without_nan(loss_type: str) -> None:
+    """The sampler was certain of one token, and all but certain not to draw another."""
+    logps, sampling = [[-LN2, -1.0], [-1.0, -1.0]], [[0.0, -1.0], [-100.0, -1.0]]
+    step = (logps, logps, [-1.0, 1.0], [[1, 1]] * 2, 4.0)
+    value, grad, metrics = value_and_grad(*step, loss_type=loss_type, sampling_logps=sampling)
+    assert value == 0 and grad.tolist() == [[0, 0.25], [0, -0.25]]
+    assert [metrics[f"clip_ratio/{side}_mean"] for side in ("low", "high")] == [0.25, 0.25]
+
+
+def test_bad_completions_that_the_policy_has_left_behind_are_dropped() -> None:
+    """The mean of log(p_sampler / p) is 1, 1 and 1/2."""
+    logps = [[-2.0, -2.0], [-2.0, -2.0], [-2.0, -1.0]]
+    step = (logps, logps, [-1.0, 1.0, -1.0], [[1, 1]] * 3, 6.0)
+    settings = {"sampling_logps": [[-1.0, -1.0]] * 3, "off_policy_mask_threshold": 0.6}
+    _, grad, metrics = value_and_grad(*step, **settings)
+    np.testing.assert_allclose(grad, [[0, 0], [-1 / 6] * 2, [1 / 6] * 2], rtol=1e-6)
+    assert metrics["off_policy_dropped"] == pytest.approx(1 / 3)
 
 
 # ---- Sampler weights and top tokens --------------------------------------------------------------

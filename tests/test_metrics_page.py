@@ -77,6 +77,7 @@ def test_the_other_names_are_those_of_all_objectives_and_of_other_devices() -> N
                 beta=0.1,
                 entropy_coef=0.1,
                 is_floor=0.5,
+                off_policy_mask_threshold=0.5,
             ),
         )[1]
         found |= {f"train-other/{name}" for name in metrics}

@@ -264,6 +264,7 @@ def test_every_setting_of_the_objective_the_sampler_and_the_optimizer_reaches_it
     text = """
         LOSS_TYPE=grpo EPS_LOW=0.1 EPS_HIGH=0.3 DELTA=2 BETA=0.05 KL_ESTIMATOR=k2
         KL_BIAS_CORRECTION=0 ENTROPY_COEF=0.01 IS_MODE=token_mask IS_FLOOR=0.5 IS_CAP=2.5
+        OFF_POLICY_MASK_THRESHOLD=0.25
         MAX_LENGTH_SAMPLE=24 TEMPERATURE=0.7 TOP_K=9 TOP_P=0.8 MIN_P=0.2 OPTIMIZER=lion
         WEIGHT_DECAY=0.04 CLIP_NORM=0.5 REWARD_FN=soft_overlong_penalty
     """
@@ -280,6 +281,7 @@ def test_every_setting_of_the_objective_the_sampler_and_the_optimizer_reaches_it
         is_mode="token_mask",
         is_floor=0.5,
         is_cap=2.5,
+        off_policy_mask_threshold=0.25,
         max_length_sample=24,
     )
     assert run.rollout.sampling == Sampling(

@@ -1,6 +1,6 @@
 """Group advantages, and the policy objective in the variants that Objective lists.
 
-Tests compare both with TRL's numbers.
+Tests compare both with TRL's numbers, and DPPO with verl's.
 
 The loss is a SUM over a micro-batch, divided by counts of the entire update (all its micro-batches
 and all processes). The gradient therefore does not depend on the sizes of the micro-batches.
@@ -229,7 +229,7 @@ def policy_loss(
         metrics |= {"is_weight/mean": token_mean(weight), "is_weight/over_cap": token_mean(over)}
         if objective.is_floor:
             metrics["is_weight/under_floor"] = token_mean(under)
-    if objective.loss_type == "vespo":  # Its weights are factors of w.
+    if objective.loss_type == "vespo":  # The weights are factors of its w.
         log_ratio = log_ratio + jnp.log(jnp.maximum(weight, VESPO_FLOOR))
         weight = 1.0
     arrays = ratio, log_ratio, A, masked_logps, sequence_tokens
@@ -267,7 +267,7 @@ def _token_loss(
     logps: jax.Array,
     sequence_tokens: jax.Array,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns the loss of each token, and where it is clipped or dropped.
+    """Returns the loss of each token, and where it is clipped; in dppo, where it is dropped.
 
     ratio, log_ratio: [B, T], or [B, 1] of sequences; 1 and 0 where the mask is 0. A: [B, 1]
     advantages. logps: [B, T], 0 where the mask is 0. sequence_tokens: [B, 1]. Both results have the
@@ -289,6 +289,7 @@ def _token_loss(
         return -jax.lax.stop_gradient(phi) * A * logps, {}
     if objective.loss_type == "sft":
         return -logps, {}
+    capped = jnp.minimum(ratio, objective.delta) if objective.delta else ratio
     if objective.loss_type == "gmpo":
         low, high = (log_ratio < -eps_low) & (A < 0), (log_ratio > eps_high) & (A > 0)
         log_ratio = jnp.where(low, -eps_low, jnp.where(high, eps_high, log_ratio))
@@ -297,20 +298,17 @@ def _token_loss(
         anchor = logps - log_ratio
         p, mu = jnp.exp(logps), jnp.exp(anchor)  # the policy's probability, the sampler's
         distance = jnp.abs(p - mu)
-        if (
-            objective.loss_type == "dppo_kl"
-        ):  # 1 - p by expm1, because 1 - exp(logps) may round to 0
+        if objective.loss_type == "dppo_kl":
+            # -expm1(logps) is 1 - p, which would round to 0 if p is nearly 1.
             rest_p, rest_mu = (DPPO_FLOOR - jnp.expm1(jnp.minimum(x, 0)) for x in (logps, anchor))
             distance = rest_mu * jnp.log(rest_mu / rest_p) - mu * log_ratio
         low = (distance > eps_low) & (log_ratio < 0) & (A < 0)
         high = (distance > eps_high) & (log_ratio > 0) & (A > 0)
-        ratio = jnp.minimum(ratio, objective.delta) if objective.delta else ratio
-        loss = -jax.lax.stop_gradient(jnp.where(low | high, 0.0, ratio)) * A * logps
+        loss = -jax.lax.stop_gradient(jnp.where(low | high, 0.0, capped)) * A * logps
     else:
         clipped = jnp.clip(ratio, 1 - eps_low, 1 + eps_high)
-        ratio = jnp.minimum(ratio, objective.delta) if objective.delta else ratio
-        low, high = (ratio < 1 - eps_low) & (A < 0), (ratio > 1 + eps_high) & (A > 0)
-        loss = -jnp.minimum(ratio * A, clipped * A)
+        low, high = (capped < 1 - eps_low) & (A < 0), (capped > 1 + eps_high) & (A > 0)
+        loss = -jnp.minimum(capped * A, clipped * A)
     is_clipped = {"low": low, "high": high, "region": low | high}
     return loss, {f"clip_ratio/{side}_mean": x for side, x in is_clipped.items()}
 

@@ -212,42 +212,27 @@ def policy_loss(
     def token_mean(x: jax.Array) -> jax.Array:
         return jnp.where(mask, x, 0.0).sum() / num_tokens
 
-    def sequence_mean(x: jax.Array) -> jax.Array:
-        return x.sum(axis=1, keepdims=True) / sequence_tokens  # [B, 1]
-
     anchor = sampling_logps if objective.loss_type in DPPO else old_logps
     log_ratio = jnp.where(mask, logps - anchor, 0.0)  # [B, T]
     by_sequence = objective.loss_type in ("gspo", "luspo")
     if by_sequence:
-        log_ratio = sequence_mean(log_ratio)  # [B, 1]
+        log_ratio = _sequence_mean(log_ratio, sequence_tokens)  # [B, 1]
     ratio = jnp.exp(log_ratio)  # [B, T] or [B, 1]
-    masked_logps = jnp.where(mask, logps, 0.0)  # [B, T]
-    metrics, weight = {}, 1.0
-    if objective.is_mode != "none":
-        limits = objective.is_mode, objective.is_floor, objective.is_cap
-        weight, under, over = sampler_weights(old_logps, sampling_logps, mask, *limits)
-        metrics |= {"is_weight/mean": token_mean(weight), "is_weight/over_cap": token_mean(over)}
-        if objective.is_floor:
-            metrics["is_weight/under_floor"] = token_mean(under)
+    weight, metrics = _weights(objective, old_logps, sampling_logps, mask, token_mean)
     if objective.loss_type == "vespo":  # The weights are factors of its w.
-        log_ratio = log_ratio + jnp.log(jnp.maximum(weight, VESPO_FLOOR))
-        weight = 1.0
-    arrays = ratio, log_ratio, A, masked_logps, sequence_tokens
+        log_ratio, weight = log_ratio + jnp.log(jnp.maximum(weight, VESPO_FLOOR)), 1.0
+    arrays = ratio, log_ratio, A, jnp.where(mask, logps, 0.0), sequence_tokens
     loss, is_clipped = _token_loss(objective, *arrays)  # [B, T] or [B, 1]
     metrics |= _clip_metrics(is_clipped, mask, num_sequences if by_sequence else num_tokens)
-
     if objective.off_policy_mask_threshold:
-        gap = sequence_mean(jnp.nan_to_num(jnp.where(mask, sampling_logps - logps, 0.0)))  # [B, 1]
+        gap = jnp.nan_to_num(jnp.where(mask, sampling_logps - logps, 0.0))  # [B, T]
+        gap = _sequence_mean(gap, sequence_tokens)  # [B, 1]
         is_dropped = (A < 0) & (gap > objective.off_policy_mask_threshold)
         loss = jnp.where(is_dropped, 0.0, loss)
         metrics["off_policy_dropped"] = token_mean(is_dropped)
-
     loss = jnp.where(top, loss, 0.0) * weight  # [B, T]
     if objective.beta > 0:
-        kl = _kl(objective.kl_estimator, jnp.where(mask, ref_logps - logps, 0.0))  # [B, T]
-        if objective.kl_bias_correction:
-            # For samples of the policy, the gradient of k2 is already that of the KL.
-            kl = kl * (jax.lax.stop_gradient(ratio) if objective.kl_estimator == "k2" else ratio)
+        kl = _kl(objective, jnp.where(mask, ref_logps - logps, 0.0), ratio)  # [B, T]
         metrics["kl"] = token_mean(kl)
         loss = loss + objective.beta * kl
 
@@ -257,6 +242,10 @@ def policy_loss(
         metrics["policy_loss"] = loss
         loss = loss - objective.entropy_coef * jnp.where(top, entropy, 0.0).sum() / num_top_tokens
     return loss, {"loss": loss, **metrics}
+
+
+def _sequence_mean(x: jax.Array, sequence_tokens: jax.Array) -> jax.Array:
+    return x.sum(axis=1, keepdims=True) / sequence_tokens  # [B, 1]
 
 
 def _token_loss(
@@ -293,7 +282,7 @@ def _token_loss(
     if objective.loss_type == "gmpo":
         low, high = (log_ratio < -eps_low) & (A < 0), (log_ratio > eps_high) & (A > 0)
         log_ratio = jnp.where(low, -eps_low, jnp.where(high, eps_high, log_ratio))
-        loss = -jnp.exp(log_ratio.sum(axis=1, keepdims=True) / sequence_tokens) * A
+        loss = -jnp.exp(_sequence_mean(log_ratio, sequence_tokens)) * A
     elif objective.loss_type in DPPO:
         anchor = logps - log_ratio
         p, mu = jnp.exp(logps), jnp.exp(anchor)  # the policy's probability, the sampler's
@@ -354,18 +343,41 @@ def _clip_metrics(
     return metrics
 
 
-def _kl(estimator: str, gap: jax.Array) -> jax.Array:
-    """Returns the KL estimate of each token [B, T]. gap: ref_logps - logps [B, T].
+def _kl(objective: Objective, gap: jax.Array, ratio: jax.Array) -> jax.Array:
+    """Returns the KL estimate of each token [B, T]. gap: ref_logps - logps [B, T]. ratio: [B, T],
+    or [B, 1] of sequences.
 
     Source: http://joschu.net/blog/kl-approx.html.
     """
-    if estimator == "k1":
-        return -gap
-    if estimator == "k2":
-        return gap**2 / 2
-    if estimator != "k3":
-        raise ValueError(f"KL_ESTIMATOR={estimator} is not known")
-    return jnp.expm1(gap) - gap
+    if objective.kl_estimator == "k1":
+        kl = -gap
+    elif objective.kl_estimator == "k2":
+        kl = gap**2 / 2
+        # For samples of the policy, the gradient of k2 is already that of the KL.
+        ratio = jax.lax.stop_gradient(ratio)
+    elif objective.kl_estimator == "k3":
+        kl = jnp.expm1(gap) - gap
+    else:
+        raise ValueError(f"KL_ESTIMATOR={objective.kl_estimator} is not known")
+    return kl * ratio if objective.kl_bias_correction else kl
+
+
+def _weights(
+    objective: Objective,
+    old_logps: jax.Array,
+    sampling_logps: jax.Array | None,
+    mask: jax.Array,
+    token_mean: Callable,
+) -> tuple[jax.Array | float, dict[str, jax.Array]]:
+    """Returns the sampler_weights of the objective, or 1 if is_mode is none, and their metrics."""
+    if objective.is_mode == "none":
+        return 1.0, {}
+    limits = objective.is_mode, objective.is_floor, objective.is_cap
+    weight, under, over = sampler_weights(old_logps, sampling_logps, mask, *limits)
+    metrics = {"is_weight/mean": token_mean(weight), "is_weight/over_cap": token_mean(over)}
+    if objective.is_floor:
+        metrics["is_weight/under_floor"] = token_mean(under)
+    return weight, metrics
 
 
 def sampler_weights(

@@ -226,6 +226,11 @@ class Config:
     kl_estimator: str = in_loss("k3", "Estimator of the KL.", choices="k1|k2|k3")
     kl_bias_correction: bool = in_loss(True, "Multiply the KL by the ratio, which unbiases it.")
     entropy_coef: float = in_loss(0.0, "Weight of the entropy bonus.")
+    teacher_path: str = in_loss(
+        "", "Folder or hub id of a teacher that judges each token; empty: none.", kept=False
+    )
+    distill_coef: float = in_loss(1.0, "Weight of log p_teacher - log p in advantages.")
+    reward_coef: float = in_loss(1.0, "With a teacher, weight of the rewards in advantages.")
     top_entropy_quantile: float = in_loss(
         1.0, "Learn from this fraction of tokens: the highest entropies.", above=0, at_most=1
     )
@@ -305,10 +310,15 @@ class Config:
         the programs of smaller batches take longer to compile than they save."""
         return self.max_length_sample >= LONG_COMPLETIONS and self.rollout_backend == "naive"
 
+    def ignores_rewards(self) -> bool:
+        """Whether the policy learns from the teacher alone."""
+        return bool(self.teacher_path) and self.reward_coef == 0
+
     def skips(self) -> bool:
         """Whether updates do not compute sequences whose advantage is 0, because no other term of
         the loss needs them."""
-        return self.beta == 0 and self.entropy_coef == 0 and self.top_entropy_quantile == 1
+        needs_all = self.beta or self.entropy_coef or self.teacher_path
+        return not needs_all and self.top_entropy_quantile == 1
 
     def filters(self) -> bool:
         """Whether the sampler restricts the tokens that it can draw."""
@@ -360,11 +370,13 @@ def read_layers(
 def contradictions(cfg: Config) -> Iterator[str]:
     """A line for each combination of settings that cannot work, or not as it is meant."""
     compares = cfg.adv_estimator != "reinforce" and cfg.loss_type != "sft"
-    if cfg.num_pre_q == 1 and cfg.steps and compares:
+    if cfg.num_pre_q == 1 and cfg.steps and compares and not cfg.ignores_rewards():
         why = f"NUM_PRE_Q=1 leaves ADV_ESTIMATOR={cfg.adv_estimator} nothing to compare"
         yield f"{why} a completion with; set at least 2, or ADV_ESTIMATOR=reinforce"
     if cfg.dynamic_sampling and cfg.adv_estimator == "reinforce":
         yield "DYNAMIC_SAMPLING=1 drops groups that ADV_ESTIMATOR=reinforce can use; leave it out"
+    if cfg.dynamic_sampling and cfg.ignores_rewards():
+        yield "DYNAMIC_SAMPLING=1 drops groups that REWARD_COEF=0 can use; leave it out"
     if cfg.loss_type == "cispo" and cfg.eps_high < 1:
         yield f"EPS_HIGH={cfg.eps_high} caps every ratio of LOSS_TYPE=cispo below 1; set EPS_HIGH=5"
     if cfg.delta and cfg.delta <= (limit := 1 + cfg.eps_high):
@@ -457,6 +469,7 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
         ("delta eps_low eps_high", clips, "one update per step"),
         ("off_policy_mask_threshold", differs, "one update per step"),
         ("kl_estimator kl_bias_correction", cfg.beta, "BETA=0"),
+        ("distill_coef reward_coef", cfg.teacher_path, "TEACHER_PATH="),
         ("dynamic_sampling_max_rounds", cfg.dynamic_sampling, "DYNAMIC_SAMPLING=0"),
         ("overlong_cache", "soft_overlong_penalty" in cfg.reward_fn, f"REWARD_FN={cfg.reward_fn}"),
         ("wandb_mode", "wandb" in (cfg.report_to or "wandb"), f"REPORT_TO={cfg.report_to}"),

@@ -160,6 +160,8 @@ class Objective(NamedTuple):
     is_cap: float = 3.0
     off_policy_mask_threshold: float = 0.0  # nats; 0: no sequence is dropped
     max_length_sample: int = 0  # tokens; dr_grpo needs it
+    distill_coef: float = 1.0  # with a teacher, of teacher_logps - old_logps in advantages
+    reward_coef: float = 1.0  # with a teacher, of the advantage of the sequence
 
 
 def policy_loss(
@@ -183,8 +185,8 @@ def policy_loss(
     logps, old_logps, ref_logps, sampling_logps: [B, T] float32 nats of the sampled tokens, by the
     policy now, by the policy before the first update, by the reference (if beta > 0) and by the
     sampler (if is_mode is not "none", with off_policy_mask_threshold, and for dppo).
-    entropy: [B, T] nats (if entropy_coef > 0). advantages: [B]. mask: [B, T], 1 on the completion
-    tokens that count; where it is 0, the other arrays may hold anything.
+    entropy: [B, T] nats (if entropy_coef > 0). advantages: [B], or [B, T] of tokens. mask: [B, T],
+    1 on the completion tokens that count; where it is 0, the other arrays may hold anything.
     top_mask: [B, T], 1 on tokens with a policy loss and an entropy bonus; the KL is of all tokens.
     num_tokens, num_sequences, num_top_tokens: mask.sum(), the number of sequences (including those
     whose mask is 0 everywhere) and (mask * top_mask).sum() of the ENTIRE update. The last two may
@@ -198,12 +200,8 @@ def policy_loss(
     """
     arrays = logps, old_logps, mask, ref_logps, sampling_logps, entropy, top_mask
     shapes = {x.shape for x in arrays if x is not None}
-    if shapes != {(*advantages.shape, logps.shape[-1])}:  # they would be broadcast
-        raise ValueError(
-            f"policy_loss needs advantages [B] and other arrays [B, T], not {advantages.shape} and "
-            f"{', '.join(map(str, sorted(shapes)))}"
-        )
-    mask, A = mask.astype(bool), advantages[:, None]  # [B, T], [B, 1]
+    mask = mask.astype(bool)  # [B, T]
+    A = _broadcastable(advantages, mask, shapes)  # [B, 1] or [B, T]
     top = mask if top_mask is None else mask & (top_mask > 0)  # [B, T]
     num_sequences = len(advantages) if num_sequences is None else num_sequences
     num_top_tokens = jnp.maximum(top.sum(), 1) if num_top_tokens is None else num_top_tokens
@@ -221,9 +219,10 @@ def policy_loss(
     weight, metrics = _weights(objective, old_logps, sampling_logps, mask, token_mean)
     if objective.loss_type == "vespo":  # The weights are factors of its w.
         log_ratio, weight = log_ratio + jnp.log(jnp.maximum(weight, VESPO_FLOOR)), 1.0
-    arrays = ratio, log_ratio, A, jnp.where(mask, logps, 0.0), sequence_tokens
-    loss, is_clipped = _token_loss(objective, *arrays)  # [B, T] or [B, 1]
-    metrics |= _clip_metrics(is_clipped, mask, num_sequences if by_sequence else num_tokens)
+    terms = ratio, log_ratio, A, jnp.where(mask, logps, 0.0), sequence_tokens
+    loss, is_clipped = _token_loss(objective, *terms)  # [B, T] or [B, 1]
+    counts_sequences = by_sequence and advantages.ndim == 1
+    metrics |= _clip_metrics(is_clipped, mask, num_sequences if counts_sequences else num_tokens)
     if objective.off_policy_mask_threshold:
         gap = jnp.nan_to_num(jnp.where(mask, sampling_logps - logps, 0.0))  # [B, T]
         gap = _sequence_mean(gap, sequence_tokens)  # [B, 1]
@@ -244,6 +243,18 @@ def policy_loss(
     return loss, {"loss": loss, **metrics}
 
 
+def _broadcastable(advantages: jax.Array, mask: jax.Array, shapes: set[tuple]) -> jax.Array:
+    """Returns advantages [B] as [B, 1], and advantages [B, T] with 0 where the mask [B, T] is 0.
+    shapes: of the other arrays. Raises ValueError unless they fit."""
+    of_tokens = advantages.ndim == 2
+    if shapes != {advantages.shape if of_tokens else (*advantages.shape, mask.shape[-1])}:
+        raise ValueError(  # they would be broadcast
+            f"policy_loss needs advantages [B] or [B, T] and other arrays [B, T], not "
+            f"{advantages.shape} and {', '.join(map(str, sorted(shapes)))}"
+        )
+    return jnp.where(mask, advantages, 0.0) if of_tokens else advantages[:, None]
+
+
 def _sequence_mean(x: jax.Array, sequence_tokens: jax.Array) -> jax.Array:
     return x.sum(axis=1, keepdims=True) / sequence_tokens  # [B, 1]
 
@@ -259,9 +270,9 @@ def _token_loss(
     """Returns the loss of each token, and where it is clipped; in dppo, where it is dropped.
 
     ratio, log_ratio: [B, T], or [B, 1] of sequences; 1 and 0 where the mask is 0. A: [B, 1]
-    advantages. logps: [B, T], 0 where the mask is 0. sequence_tokens: [B, 1]. Both results have the
-    shape of the ratio, but the losses of cispo, vespo and sft are always [B, T], and that of gmpo
-    is [B, 1].
+    advantages, or [B, T]. logps: [B, T], 0 where the mask is 0. sequence_tokens: [B, 1]. Both
+    results have the shape of ratio * A, but the losses of cispo, vespo and sft are always [B, T],
+    and that of gmpo has the shape of A.
     """
     eps_low, eps_high = objective.eps_low, objective.eps_high
     if objective.loss_type == "cispo":

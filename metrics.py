@@ -166,7 +166,8 @@ def step_lines(step: Step, breakdown: bool) -> list[str]:
         )
     lines = [text]
     note = f"note step={step.index}"
-    if not step.batch.advantages[step.batch.completion_mask.any(axis=1)].any():
+    is_counted = step.batch.completion_mask.any(axis=1)  # [B]
+    if step.batch.teacher_logps is None and not step.batch.advantages[is_counted].any():
         lines.append(f"{note}: rewards are equal in each group, so that the policy gradient is 0")
     if wrong := nonfinite_metric(metrics):
         update = metrics["updates_applied"] + 1

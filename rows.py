@@ -69,6 +69,7 @@ class Batch(NamedTuple):
     advantages: np.ndarray | None = None  # [B] float64
     old_logps: np.ndarray | None = None  # [B, T] float32 nats
     ref_logps: np.ndarray | None = None  # [B, T] float32 nats
+    teacher_logps: np.ndarray | None = None  # [B, T] float32 nats
     top_mask: np.ndarray | None = None  # [B, T] int32, 1 on the tokens of TOP_ENTROPY_QUANTILE
     support: np.ndarray | None = None  # [B, T, U] int32 ids, -1 in unused places
     cut_tokens: np.ndarray | None = None  # [B] int32, tokens whose support was cut to U ids
@@ -124,6 +125,7 @@ class MicroBatch(NamedTuple):
     advantages: Any  # [X*Q] float32
     old_logps: Any = None  # [X*Q, T] float32 nats; None: the current logps, so that each ratio is 1
     ref_logps: Any = None  # [X*Q, T] float32 nats; None: no reference
+    teacher_logps: Any = None  # [X*Q, T] float32 nats; None: no teacher
     top_mask: Any = None  # [X*Q, T] int32, 1 on the tokens of TOP_ENTROPY_QUANTILE; None: all
     # [X, C, U] int32 ids over which log-probabilities are normalized, -1 in unused places. None:
     # they are normalized over the vocabulary.
@@ -279,7 +281,8 @@ def pack(batch: Batch, rows: Sequence[Sequence[int]], widths: Widths, pad_id: in
             at = write(x, at, inputs, len(prompt_ids) - 1, prompts.index(p))
     indices = sequences.reshape(-1)  # [X*Q]
     is_used = indices >= 0
-    optional = {name: getattr(batch, name) for name in ("old_logps", "ref_logps", "top_mask")}
+    names = "old_logps", "ref_logps", "teacher_logps", "top_mask"
+    optional = {name: getattr(batch, name) for name in names}
     return MicroBatch(
         ids=ids,
         positions=positions,

@@ -80,6 +80,7 @@ class Run:
     eval_prompts: list[data.Prompt]  # empty if the run never evaluates
     rollout: Rollout
     learner: Learner
+    teacher_folder: Path | None  # None: no teacher
     mesh_reason: str  # why ROLLOUT_MESH_SHAPE=auto has chosen its mesh, for a line of the log
 
 
@@ -110,8 +111,11 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
                 resume=cfg.resume,
                 steps=cfg.steps,
             )
-            base = read_base(run.folder, run.learner.compute)
-            run = dataclasses.replace(run, learner=dataclasses.replace(run.learner, base=base))
+            base, teacher = read_base(run.folder, run.learner.compute), run.learner.teacher
+            if teacher:
+                teacher = open_teacher(cfg).load_weights(teacher, run.teacher_folder)
+            learner = dataclasses.replace(run.learner, base=base, teacher=teacher)
+            run = dataclasses.replace(run, learner=learner)
             if arrays:
                 state = arrays["state"]
             else:
@@ -171,7 +175,7 @@ def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
     example: a single question, which replaces the eval split.
     """
     with hosts.raising_on_all_processes():
-        run = make_run(cfg, example)
+        run = with_teacher(make_run(cfg, example))
         fingerprint = process_fingerprint(run)
     hosts.raise_if_processes_differ(fingerprint)
     train_compute, rollout_compute = run.learner.compute, run.rollout.compute
@@ -293,6 +297,7 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
         eval_prompts=eval_prompts,
         rollout=rollout,
         learner=learner_of(cfg, sizes, train_compute, S, stopping.pad_id),
+        teacher_folder=None,
         mesh_reason=mesh_reason,
     )
 
@@ -476,6 +481,27 @@ def with_kernel(cfg: Config, compute: Compute, device: jax.Device) -> Compute:
     except ValueError as error:  # loss_pallas.py imports no UserMistake
         raise UserMistake(str(error)) from None
     return compute._replace(logps_kernel=Kernel(device.device_kind))
+
+
+def with_teacher(run: Run) -> Run:
+    """The run with the teacher of TEACHER_PATH, if it takes a step. The teacher is checked, and its
+    weights are not read. Raises UserMistake."""
+    cfg, sizes, rollout = run.cfg, run.sizes, run.rollout
+    if not cfg.teacher_path or not cfg.steps:
+        return run
+    S, longest = rollout.max_prompt_width - 1, max(len(prompt.ids) for prompt in run.train_prompts)
+    student = run.folder, run.learner.compute.model.vocab_size
+    folder, compute = open_teacher(cfg).read_teacher(cfg, *student, sizes, S, longest)
+    teacher = learner_of(cfg, sizes, compute, S, rollout.stopping.pad_id)
+    learner = dataclasses.replace(run.learner, teacher=teacher)
+    return dataclasses.replace(run, learner=learner, teacher_folder=folder)
+
+
+def open_teacher(cfg: Config) -> ModuleType:
+    """The module of TEACHER_PATH. Raises UserMistake if its file is missing."""
+    with side_file("extras/teacher.py", f"TEACHER_PATH={cfg.teacher_path}"):
+        import extras.teacher
+    return extras.teacher
 
 
 def open_reviewer(out: Path, log: RunLog) -> "Reviewer | None":
@@ -678,6 +704,10 @@ def result_fingerprint(run: Run) -> dict[str, str]:
             files += [run.adapters / lora.CONFIG, run.adapters / hf.ADAPTERS]
         fingerprints = [hosts.file_fingerprint(file) for file in files]
         values["the model's weights"] = hosts.json_digest(fingerprints)
+    if run.teacher_folder:
+        files = [run.teacher_folder / "config.json", *run.teacher_folder.glob("*.safetensors")]
+        fingerprints = [hosts.file_fingerprint(file) for file in sorted(files)]
+        values["the teacher's weights"] = hosts.json_digest(fingerprints)
     if cfg.chat_template_kwargs:
         values["CHAT_TEMPLATE_KWARGS"] = json.dumps(cfg.template_kwargs(), sort_keys=True)
     values["ENVIRONMENT_CLASS"] = Path(cfg.environment_class).name

@@ -211,12 +211,15 @@ def with_logps(
     top_entropy_quantile: float,
 ) -> Batch:
     """The batch with the arrays that need the weights before the first update: ref_logps if there
-    is a reference, old_logps if there are several updates, and the top_mask of
-    TOP_ENTROPY_QUANTILE, whose threshold is a quantile over the entire step; with it no sequence
-    is skipped. By default it needs none of them."""
+    is a reference, teacher_logps if there is a teacher, old_logps if there are several updates,
+    and the top_mask of TOP_ENTROPY_QUANTILE, whose threshold is a quantile over the entire step;
+    with it no sequence is skipped. By default it needs none of them."""
     if ref_params is not None:
         ref_logps, _ = compute_batch_logps_and_entropies(learner, ref_params, batch)
         batch = batch._replace(ref_logps=ref_logps)
+    if teacher := learner.teacher:
+        teacher_logps, _ = compute_batch_logps_and_entropies(teacher, teacher.base, batch)
+        batch = batch._replace(teacher_logps=teacher_logps)
     if needs_old_logps or top_entropy_quantile < 1:
         logps, entropies = compute_batch_logps_and_entropies(learner, params, batch)
         if needs_old_logps:

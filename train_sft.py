@@ -29,7 +29,8 @@ def customize_settings(settings: dict[str, Any], layers: dict[str, str]) -> list
     """Gives this script defaults of its own, and removes settings of the sampler and of the
     objective, which it does not read, with a line for each. config.read_layers calls it."""
     fields = {field.name: field for field in dataclasses.fields(Config)}
-    unread = {"ppo_epochs", "num_mini_batches", "sample_every_steps", "print_train_time_breakdown"}
+    unread = {"ppo_epochs", "num_mini_batches", "sample_every_steps", "teacher_path"}
+    unread.add("print_train_time_breakdown")
     if not settings.get("reward_fn"):  # nothing is sampled in evaluations either
         unread |= {"eval_samples", "eval_temperature", "reward_weights"}
     for name, field in fields.items():

@@ -49,6 +49,7 @@ class Learner:
     accumulates: bool  # an update may have several micro-batches
     skips_zero_advantages: bool  # sequences of advantage 0 add nothing, and are not computed
     base: Params | None = None  # LoRA's frozen weights; None: all weights are trained
+    teacher: "Learner | None" = None  # how a teacher computes; its base are its frozen weights
 
 
 @flax.struct.dataclass
@@ -122,10 +123,14 @@ def micro_step(
         )
         old_logps = micro_batch.old_logps  # [X*Q, T], like logps and entropy
         old_logps = jax.lax.stop_gradient(logps) if old_logps is None else old_logps
+        advantages = micro_batch.advantages  # [X*Q]
+        if micro_batch.teacher_logps is not None:
+            gap = micro_batch.teacher_logps - old_logps  # [X*Q, T]
+            advantages = objective.reward_coef * advantages[:, None] + objective.distill_coef * gap
         loss, metrics = policy_loss(
             logps,
             old_logps,
-            micro_batch.advantages,
+            advantages,
             micro_batch.completion_mask,
             objective=objective,
             **counts,
@@ -137,6 +142,8 @@ def micro_step(
         mask = micro_batch.completion_mask.astype(bool)
         if objective.entropy_coef > 0 or micro_batch.top_mask is not None:
             metrics["exact_entropy"] = jnp.where(mask, entropy, 0.0).sum() / counts["num_tokens"]
+        if micro_batch.teacher_logps is not None:  # E[log p - log p_teacher] is the reverse KL
+            metrics["reverse_kl"] = jnp.where(mask, -gap, 0.0).sum() / counts["num_tokens"]
         gap = jnp.where(mask, jnp.abs(old_logps - micro_batch.sampling_logps), 0.0)
         metrics["sampling_logp_difference/mean"] = gap.sum() / counts["num_tokens"]
         metrics["sampling_logp_difference/max"] = gap.max()

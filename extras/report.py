@@ -192,7 +192,9 @@ def triggered_rules(history: History) -> list[str]:
             "entropy_collapsed": (
                 mean_over(last, ENTROPY) < 0.1 * mean_over(first, ENTROPY) and train_accuracy < 0.7
             ),
-            "no_signal": mean_over(last, "train-reward/advantage/zero_frac") >= 0.98,
+            # Of a teacher every token is a signal, whatever the rewards are.
+            "no_signal": mean_over(last, "train-reward/advantage/zero_frac") >= 0.98
+            and "train-other/reverse_kl" not in last[0],
             "reward_hacked": reward_rose > 2 and accuracy_rose < -2,
             "held_out_below_train": is_recent and gap > max(3 * after_error, 0.15),
             "no_learning": len(steps) >= 50 and reward_rose <= 2 and not accuracy_rose > 2,

@@ -208,22 +208,29 @@ def load_params(
     layer_loop: str = "scan",
     *,
     adapters: bool = False,
+    vocab_size: int = 0,
 ) -> Params:
     """The weights of a folder's safetensors files on a mesh, arranged for this layer_loop: the
     model without adapters, or only the adapters of a PEFT folder.
 
+    vocab_size: of the vocabulary's rows only the first so many are read; 0: all of them.
     A process reads only the parts of the tensors that its devices hold. Raises UserMistake, naming
     the tensor, if one is missing or unknown, or has a wrong shape.
     """
     table = _without_or_only_adapters(param_table(model, layer_loop), adapters)
     tensors = open_tensors(folder, table)
+    if vocab_size:
+        cut = dataclasses.replace(model, vocab_size=vocab_size)
+        table = _without_or_only_adapters(param_table(cut, layer_loop), adapters)
 
     def read(leaf: Leaf) -> jax.Array:
         def slice_of(name: str, index: tuple[slice, ...]) -> np.ndarray:
             tensor = tensors[name]
             return tensor[index[::-1]].T if leaf.transposed else tensor[index]
 
-        def shard(index: Any) -> np.ndarray:  # a slice for each dimension
+        def shard(index: Any) -> np.ndarray:  # a slice for each dimension, also slice(None)
+            pairs = zip(index, leaf.shape, strict=True)
+            index = tuple(slice(*part.indices(size)[:2]) for part, size in pairs)
             if "{}" not in leaf.name:
                 return slice_of(leaf.name, index).astype(dtype)
             numbers = range(leaf.shape[0])[index[0]]

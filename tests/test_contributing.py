@@ -32,7 +32,7 @@ ROOMS = {
 }
 # The doors: the only imports of side-files, each within a function or for a flag.
 DOORS = {
-    "startup": {f"extras.{name}" for name in "hub report sglang trackers turns".split()},
+    "startup": {f"extras.{name}" for name in "hub report sglang teacher trackers turns".split()},
     "train_grpo": {"tools.plan", "tools.ask"},
     "train_sft": {"tools.plan"},
 }

@@ -24,6 +24,7 @@ NEEDED_BY = {
         "ENVIRONMENT_CLASS=recipes/guess.py:Guess",
     ),
     "extras/hub.py": ({"PUSH_TO_HUB": "me/model"}, [], "PUSH_TO_HUB=me/model"),
+    "extras/teacher.py": ({"TEACHER_PATH": "tiny"}, [], "TEACHER_PATH=tiny"),
     "extras/trackers.py": ({"REPORT_TO": "tensorboard"}, [], "REPORT_TO=tensorboard"),
     "loss_pallas.py": (
         {"POLICY_LOSS_IMPL": "pallas"},

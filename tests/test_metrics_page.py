@@ -16,7 +16,7 @@ SETTINGS = environment(
     """BATCH_SIZE=2 NUM_PRE_Q=4 BETA=0.04 NUM_MINI_BATCHES=2 DYNAMIC_SAMPLING=1 TOP_K=5
     TOP_ENTROPY_QUANTILE=0.9 EVAL_EVERY_STEPS=1 EVAL_PROMPTS=4 EVAL_FULL_SWEEP=1 EVAL_SAMPLES=2
     SAVE_EVERY_STEPS=0 EXPORT_HF=none MAX_TURNS=2
-    REWARD_FN=reward_correct,reward_format,tag_count_reward"""
+    REWARD_FN=reward_correct,reward_format,tag_count_reward TEACHER_PATH=tiny"""
 )
 GAME = """
 class Game:
@@ -33,7 +33,7 @@ OF_TURNS = {
     for count in ("number", "drawn_tokens", "environment_tokens")
 }
 OF_TOP = {"train-other/support/cut_tokens", "train-other/exact_entropy"}
-OF_THE_RUN = OF_TOP | OF_TURNS
+OF_THE_RUN = OF_TOP | OF_TURNS | {"train-other/reverse_kl"}
 OF_OTHER_DEVICES = {"memory/device_peak_gib", "throughput/update/mfu"}
 OF_LOSS = ("loss_type", "is_mode")  # the settings on which the names depend
 FUNCTIONS = r"/func/(reward_correct|reward_format|tag_count_reward|get_reward|record)/"

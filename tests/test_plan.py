@@ -186,6 +186,23 @@ def test_supervised_training_has_two_programs(model: Path) -> None:
     assert programs["micro_step"].arguments[2].ids.shape == (1, 4 * (128 + 128))
 
 
+def test_a_teacher_stays_in_memory_and_has_a_program(model: Path, tmp_path: Path) -> None:
+    teacher = tmp_path / "teacher"
+    teacher.mkdir()
+    (teacher / "config.json").write_text(json.dumps(MODEL | {"num_hidden_layers": 4}))
+    env = SMALL | {"MODEL_PATH": str(model), "BATCH_SIZE": "8"}
+    alone, judged = (
+        list_programs(plan.make_plan(Config.from_env(env | more), "v6e-8"))
+        for more in ({}, {"TEACHER_PATH": str(teacher)})
+    )
+    assert [*judged] == [*[*alone][:-2], "teacher", "micro_step", "optimizer_step"]
+    weights, batch, *_ = judged["teacher"].arguments
+    size = 2 * num_params(known_config(str(teacher))) / 8  # bfloat16, on 8 chips
+    assert plan.bytes_per_device(weights) == pytest.approx(size, rel=0.01)
+    for name, program in alone.items():
+        assert judged[name].rest - program.rest == plan.bytes_per_device(weights), name
+
+
 # ---- The table of docs/plan.md -------------------------------------------------------------------
 
 DOC = (REPO / "docs" / "plan.md").read_text()

@@ -60,6 +60,7 @@ from startup import (
     eval_sampling_of,
     learner_of,
     open_sglang,
+    open_teacher,
     sampling_of,
     with_kernel,
 )
@@ -81,6 +82,7 @@ class Plan(NamedTuple):
     S: int  # prompt tokens without the last
     mesh_reason: str  # why ROLLOUT_MESH_SHAPE=auto is what it is
     engine_tokens: int  # tokens whose keys and values a serving engine holds; 0 without an engine
+    teacher: Compute | None  # None: no teacher
 
     def local_devices(self) -> int:
         return self.rollout.layout.mesh.size // self.processes
@@ -138,7 +140,11 @@ def make_plan(cfg: Config, slice_name: str) -> Plan:
         engine_tokens += sglang.PAGE_TOKENS["tpu"]  # the engine's page for padding
     training, rollout, mesh_reason = plan_compute(cfg, model, sizes, S, devices)
     training = with_kernel(cfg, training, devices[0])
-    return Plan(cfg, sizes, training, rollout, hosts, S, mesh_reason, engine_tokens)
+    teacher = None
+    if cfg.teacher_path:
+        models = known_config(cfg.teacher_path), model.vocab_size
+        teacher = open_teacher(cfg).plan_teacher(cfg, *models, sizes, S, devices)
+    return Plan(cfg, sizes, training, rollout, hosts, S, mesh_reason, engine_tokens, teacher)
 
 
 # ---- The table -----------------------------------------------------------------------------------
@@ -344,8 +350,11 @@ def list_programs(plan: Plan) -> dict[str, Program]:
         base = dataclasses.replace(base, adapters=None)
     if cfg.beta > 0:  # with LoRA it has the same base
         reference = state.params if base else abstract_params(model, mesh, training.dtype)
-    params = combine_params(base, state.params)
-    held = bytes_per_device((state, base, reference))
+    params, frozen = combine_params(base, state.params), [base, reference]
+    if teacher := plan.teacher:
+        where = teacher.layout.mesh, teacher.dtype, teacher.layer_loop
+        frozen.append(abstract_params(teacher.model, *where))
+    held = bytes_per_device((state, frozen))
 
     copied = state.params if rollout.shares_base else params
     rest = held - bytes_per_device(copied)
@@ -372,11 +381,18 @@ def list_programs(plan: Plan) -> dict[str, Program]:
 
     batch = micro_batch(plan, learner.limits.widest())
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    scores = {}
     if cfg.beta > 0 or plan.sizes.updates_per_step > 1 or cfg.top_entropy_quantile < 1:
         scored = combine_params(base, reference) if reference else params
-        programs["compute_logps_and_entropies"] = Program(
+        scores["compute_logps_and_entropies"] = scored, batch, training
+    if teacher:
+        limits = learner_of(cfg, plan.sizes, teacher, plan.S, pad_id=0).limits
+        judged = micro_batch(plan._replace(training=teacher), limits.widest())
+        scores["teacher"] = frozen[-1], judged, teacher
+    for name, (scored, rows, compute) in scores.items():
+        programs[name] = Program(
             compute_logps_and_entropies,
-            (scored, batch, cfg.temperature, training),
+            (scored, rows, cfg.temperature, compute),
             {},
             held - bytes_per_device(scored),
             MICRO_SIZES,
@@ -391,7 +407,7 @@ def list_programs(plan: Plan) -> dict[str, Program]:
         held - bytes_per_device(params),
         MICRO_SIZES,
     )
-    rest, grads = bytes_per_device((base, reference)), state.params
+    rest, grads = bytes_per_device(frozen), state.params
     programs["optimizer_step"] = Program(
         apply_update, (state, grads, scalar, learner.optimizer, model), {}, rest
     )
@@ -460,6 +476,7 @@ def micro_batch(plan: Plan, widths: Widths) -> MicroBatch:
         advantages=logps[:, 0],
         old_logps=logps if plan.sizes.updates_per_step > 1 else None,
         ref_logps=logps if cfg.beta > 0 else None,
+        teacher_logps=logps if cfg.teacher_path else None,
         top_mask=tokens if cfg.top_entropy_quantile < 1 else None,
         support=np.zeros((*tokens.shape, U), np.int32) if sampling.replay else None,
     )

@@ -1,0 +1,104 @@
+"""The teacher of TEACHER_PATH: a frozen model that judges each token that the policy has drawn.
+
+The advantage of a token is DISTILL_COEF * (log p_teacher - log p_old) + REWARD_COEF * the advantage
+of its completion. On average the gradient of the first term is that of the reverse KL from the
+policy to the teacher (https://thinkingmachines.ai/blog/on-policy-distillation).
+
+Both log-probabilities are at TEMPERATURE, and of a softmax over the same tokens: the support from
+which the token was drawn (TOP_K, TOP_P, MIN_P), or else the vocabulary. Sizes of a family may have
+different numbers of rows beyond the tokenizer's tokens, which are padding. A teacher's additional
+rows are not read; if it has fewer rows, the tokens that it lacks have a logit of 0.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+from tokenizers import Tokenizer
+
+from infra.chips import attribute_oom_to
+from infra.mistakes import UserMistake, reading
+from infra.sizes import Sizes
+from model import hf
+from model.layout import mesh_text
+from model.network import Compute
+from model.params import ModelConfig, param_table
+from model.placement import num_params, plan_compute, raise_if_too_long
+from update import Learner
+
+if TYPE_CHECKING:
+    from config import Config
+
+
+def read_teacher(
+    cfg: "Config", student_folder: Path, vocab_size: int, sizes: Sizes, S: int, longest: int
+) -> tuple[Path, Compute]:
+    """The folder of the teacher, and how it is computed. Prints its size; no weight is read.
+
+    vocab_size: of the student. S: as for plan_compute. longest: tokens of the longest prompt.
+    Raises UserMistake for a model that cannot judge the student.
+    """
+    try:
+        folder = hf.fetch_model(cfg.teacher_path)
+        model = hf.read_config(folder)
+        hf.open_tensors(folder, param_table(model))  # for its mistakes
+        raise_if_tokens_differ(read_tokens(folder), read_tokens(student_folder))
+        raise_if_too_long(cfg.max_length_sample, model, longest)
+        compute = plan_teacher(cfg, model, vocab_size, sizes, S, jax.devices())
+    except UserMistake as error:  # which would name MODEL_PATH
+        text = str(error).replace("MODEL_PATH=", "")
+        raise UserMistake(f"TEACHER_PATH={cfg.teacher_path}: {text}") from None
+    mesh, size = mesh_text(compute.layout.mesh), f"{gib_per_device(compute):.2f} GiB on each device"
+    print(f"teacher={folder} parameters={num_params(model) / 1e6:.2f}M mesh={mesh} ({size})")
+    return folder, compute
+
+
+def read_tokens(folder: Path) -> dict[int, str]:
+    """{id: token} of a folder's tokenizer. Raises UserMistake."""
+    with reading(f"{folder}/tokenizer.json cannot be read"):
+        vocabulary = Tokenizer.from_file(f"{folder}/tokenizer.json").get_vocab()
+    return {i: token for token, i in vocabulary.items()}
+
+
+def raise_if_tokens_differ(teacher: dict[int, str], student: dict[int, str]) -> None:
+    """Raises UserMistake, with the first differing token, unless each id is the same token."""
+    for i in sorted(teacher.keys() | student.keys()):
+        if teacher.get(i) != student.get(i):
+            tokens = f"{teacher.get(i)!r}, and that of the trained model {student.get(i)!r}"
+            raise UserMistake(f"token {i} of its tokenizer is {tokens}; a teacher needs the same")
+
+
+def plan_teacher(
+    cfg: "Config",
+    model: ModelConfig,
+    vocab_size: int,
+    sizes: Sizes,
+    S: int,
+    devices: Sequence[jax.Device],
+) -> Compute:
+    """How the teacher is computed: on MESH_SHAPE and in the dtype of training. vocab_size: of the
+    student. Raises UserMistake."""
+    # It samples nothing, so that the rollout's settings need not suit it.
+    cfg = dataclasses.replace(cfg, rollout_mesh_shape="auto", rollout_backend="naive")
+    compute, *_ = plan_compute(cfg, model, sizes, S, devices)
+    rows = min(model.vocab_size, vocab_size)
+    return compute._replace(model=dataclasses.replace(model, vocab_size=rows))
+
+
+def gib_per_device(compute: Compute) -> float:
+    mesh = compute.layout.mesh
+    shards = mesh.shape["fsdp"] * mesh.shape["tp"]
+    return num_params(compute.model) * compute.dtype.itemsize / shards / 2**30
+
+
+def load_weights(teacher: Learner, folder: Path) -> Learner:
+    """The teacher with its weights, in the dtype and the arrangement that `forward` needs, so that
+    no program copies them. Raises UserMistake."""
+    compute, model = teacher.compute, hf.read_config(folder)
+    place, rows = (compute.layout.mesh, compute.dtype), compute.model.vocab_size
+    with attribute_oom_to(f"the teacher ({gib_per_device(compute):.2f} GiB on each device)"):
+        base = hf.load_params(folder, model, *place, compute.layer_loop, vocab_size=rows)
+        jax.block_until_ready(base)
+    return dataclasses.replace(teacher, base=base)

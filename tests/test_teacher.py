@@ -1,0 +1,352 @@
+"""A teacher: the advantages of tokens have TRL's losses, and a run learns from the teacher that
+TEACHER_PATH names, however it is computed.
+
+goldens/teacher.npz and teacher.json have what TRL 1.16 makes of seeded random inputs: its losses
+with advantages [B, T], and the gradient of GKD's reverse KL over a vocabulary (beta = 1).
+"""
+
+import dataclasses
+import json
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runs import (
+    REPO,
+    Result,
+    assert_same_run,
+    environment,
+    few_examples,
+    finish,
+    start,
+    train,
+    train_two,
+    wait_for,
+)
+from safetensors.numpy import load_file, save_file
+from small_model import numpy_logits, numpy_softmax, train_layout
+from test_hf import copy_tiny, refused
+from test_loss import value_and_grad
+
+from config import Config
+from data import Prompt
+from extras.teacher import load_weights
+from infra.chips import exit_on_oom
+from loss import Objective, policy_loss
+from model import hf
+from rows import Batch
+from startup import Run, result_fingerprint, set_up
+from tools.bench import make_random_model
+from train_grpo import one_update, with_logps
+from update import Learner, init_state
+
+GOLDENS = Path(__file__).parent / "goldens"
+TRL = json.loads((GOLDENS / "teacher.json").read_text(encoding="utf-8"))
+ARRAYS = dict(np.load(GOLDENS / "teacher.npz"))
+TINY = REPO / "tiny"
+
+
+# ---- The loss ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TRL)
+def test_the_objective_with_an_advantage_for_each_token_is_that_of_trl(name: str) -> None:
+    x = {key[8:]: value for key, value in ARRAYS.items() if key.startswith("loss.in.")}
+    config, mask = TRL[name]["config"], x["completion_mask"]
+    loss_type, eps_high = config["loss_type"], config.get("eps_high", 0.2)
+    settings: dict[str, Any] = {"eps_high": eps_high, "max_length_sample": 32}
+    settings |= {key: config[key] for key in ("beta", "entropy_coef") if key in config}
+    if config.get("importance_sampling_level") == "sequence":
+        loss_type = "gspo"
+    old = x[config.get("old", "logps")]
+    sampling_logps = old
+    if "is_ratio" in config:  # 0 is what TRL makes of more than its cap
+        weight = x[config["is_ratio"]]
+        sampling_logps = old - np.log(np.where(weight > 0, weight, 10.0))
+        settings["is_mode"] = "token_mask"
+    advantages = ARRAYS[f"loss.{name}.advantages"]
+    coef, behind = config["coef"], x[config["behind"]]
+    by_hand = coef * (x["teacher_logps"] - behind)
+    by_hand += x["advantages"][:, None] if config["with_task"] else 0
+    np.testing.assert_allclose(advantages[mask > 0], by_hand[mask > 0], atol=1e-5)
+    dirty = np.where(mask > 0, advantages, np.nan)
+    loss, grad, metrics = value_and_grad(
+        *(x["logps"], old, dirty, mask, mask.sum()),
+        loss_type=loss_type,
+        ref_logps=x["ref_logps"],
+        entropy=x["entropies"],
+        sampling_logps=sampling_logps,
+        **settings,
+    )
+    assert loss == pytest.approx(float(ARRAYS[f"loss.{name}.loss"]), abs=1e-6)
+    np.testing.assert_allclose(grad, ARRAYS[f"loss.{name}.grad_logps"], atol=1e-6)
+    expected = {n: v for n, v in TRL[name]["metrics"].items() if not n.startswith("entropy")}
+    metrics = {n: v for n, v in metrics.items() if not n.startswith("is_weight/")}
+    assert metrics == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.9])
+def test_summed_over_the_vocabulary_the_gradient_is_that_of_the_reverse_kl(
+    temperature: float,
+) -> None:
+    student, teacher, mask = (
+        ARRAYS[f"vocabulary.in.{name}"]
+        for name in ("student_logits", "teacher_logits", "completion_mask")
+    )  # [B, T, V], [B, T, V], [B, T]
+    B, T, V = student.shape
+    teacher_logps = jax.nn.log_softmax(teacher / temperature)
+    of_all = np.repeat(mask, V, axis=1)  # [B, T*V]: each token of the vocabulary is drawn once
+
+    def loss(logits: jax.Array) -> jax.Array:
+        logps = jax.nn.log_softmax(logits / temperature)
+        old = jax.lax.stop_gradient(logps)
+        advantages = jnp.exp(old) * (teacher_logps - old)  # weighted with its probability
+        flat = (x.reshape(B, T * V) for x in (logps, old, advantages))
+        return policy_loss(*flat, of_all, mask.sum(), objective=Objective())[0]
+
+    grad = jax.grad(loss)(jnp.asarray(student))
+    np.testing.assert_allclose(grad, ARRAYS[f"vocabulary.t{temperature}"], atol=1e-6)
+
+
+def test_advantages_of_another_shape_are_refused() -> None:
+    x = np.zeros((2, 3), np.float32)
+    for shape in ((2, 1), (3,), (2, 3, 1)):
+        with pytest.raises(ValueError, match=r"needs advantages \[B\] or \[B, T\]"):
+            policy_loss(x, x, np.zeros(shape), x, 6, objective=Objective())
+
+
+# ---- An update, however it is computed -----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """tiny/ with noise in its weights."""
+    folder = copy_tiny(tmp_path_factory.mktemp("teacher") / "noisy")
+    rng, file = np.random.default_rng(0), folder / "model.safetensors"
+    tensors = load_file(file)
+    for name, x in tensors.items():
+        tensors[name] = x + 0.4 * x.std() * rng.normal(size=x.shape).astype(np.float32)
+    save_file(tensors, file, {"format": "pt"})
+    return folder
+
+
+def run_of(teacher: Path, text: str = "", **env: str) -> Run:
+    base = f"NUM_PRE_Q=4 ROLLOUT_GLOBAL_BATCH_SIZE=8 MAX_LENGTH_SAMPLE=16 STEPS=1 {text}"
+    paths = {"MODEL_PATH": str(TINY), "DATASET": str(few_examples()), "TEACHER_PATH": str(teacher)}
+    return set_up(Config.from_env(environment(base) | paths | env))
+
+
+def batch_for(run: Run, support: int = 0) -> Batch:
+    """16 sequences of random tokens after 4 prompts, with advantages that cancel in a group."""
+    rng, B, T = np.random.default_rng(1), 16, 16
+    lengths = rng.integers(3, T + 1, B).astype(np.int32)
+    ids = rng.integers(0, 558, (B, T)).astype(np.int32)
+    mask = (np.arange(T) < lengths[:, None]).astype(np.int32)
+    arrays = {"sampling_logps": np.zeros((B, T), np.float32), "support": None}
+    if support:
+        arrays["support"] = rng.integers(0, 558, (B, T, support)).astype(np.int32)
+        arrays["support"] = np.concatenate([ids[..., None], arrays["support"]], axis=-1)
+    prompts = [Prompt(prompt.ids[-9 - i :], {}) for i, prompt in enumerate(run.train_prompts[:4])]
+    return Batch(
+        prompts, ids, mask, lengths, **arrays, advantages=np.tile([1.0, -1.0, 0.5, -0.5], 4)
+    )
+
+
+def update_of(run: Run, batch: Batch | None = None, **changes: Any) -> dict[str, float]:
+    """The metrics of one update from tiny/."""
+    learner = dataclasses.replace(run.learner, **changes)
+    judge = load_weights(learner.teacher, run.teacher_folder)
+    learner = dataclasses.replace(learner, teacher=judge)
+    model, mesh = learner.compute.model, learner.compute.layout.mesh
+    params = hf.load_params(run.folder, model, mesh, jnp.float32)
+    batch = batch or batch_for(run)
+    others = {"needs_old_logps": False, "top_entropy_quantile": 1.0}
+    batch = with_logps(learner, params, None, batch, **others)
+    state = init_state(params, optimizer=learner.optimizer, model=model)
+    return one_update(learner, state, batch, 1e-3)[1]
+
+
+def test_the_advantage_of_a_token_is_the_weighted_sum(teacher: Path) -> None:
+    """The teacher's log-probabilities are those of a forward in float64."""
+    run = run_of(teacher, "DISTILL_COEF=0.5 REWARD_COEF=2 TEMPERATURE=0.7")
+    batch, metrics = batch_for(run), update_of(run)
+    folders = {"teacher": run.teacher_folder, "student": run.folder}
+    logps: dict[str, list[float]] = {name: [] for name in folders}
+    for name, folder in folders.items():
+        model = hf.read_config(folder)
+        params = hf.load_params(folder, model, train_layout(1, 1, 1).mesh, jnp.float32)
+        params = jax.tree.map(np.float64, params)
+        for i, n in enumerate(batch.lengths):
+            prompt, ids = batch.prompts[i // 4].ids, batch.completion_ids[i, :n].tolist()
+            logits = numpy_logits(params, [*prompt, *ids], model)[len(prompt) - 1 : -1]
+            logps[name] += np.log(numpy_softmax(logits / 0.7))[np.arange(n), ids].tolist()
+    reverse_kl = np.mean(np.subtract(logps["student"], logps["teacher"]))
+    mean_advantage = np.repeat(batch.advantages, batch.lengths).mean()
+    assert abs(reverse_kl) > 0.1 and abs(mean_advantage) > 0.01
+    assert metrics["reverse_kl"] == pytest.approx(reverse_kl, rel=1e-4)
+    assert metrics["loss"] == pytest.approx(0.5 * reverse_kl - 2 * mean_advantage, rel=1e-4)
+
+
+@pytest.mark.parametrize("support", [0, 20])
+@pytest.mark.parametrize("rows", [576, 640])
+def test_a_teacher_that_is_the_student_changes_nothing(
+    support: int, rows: int, tmp_path: Path
+) -> None:
+    """Also with a support, and with more rows in the vocabulary, of which it never makes use."""
+    folder = copy_tiny(tmp_path / "same", config={"vocab_size": rows})
+    tensors = load_file(folder / "model.safetensors")
+    embed = tensors["model.embed_tokens.weight"]
+    more = np.tile(embed[:1], (rows - len(embed), 1))
+    tensors["model.embed_tokens.weight"] = np.concatenate([embed, 3 * more])
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    run = run_of(folder, "REWARD_COEF=0")
+    batch = batch_for(run, support)
+    metrics = update_of(run, batch)
+    assert abs(metrics["reverse_kl"]) < 1e-5 and abs(metrics["loss"]) < 1e-5
+    assert metrics["update_token_count"] == batch.completion_mask.sum(), "none is skipped"
+
+
+def test_micro_batches_packing_and_meshes_do_not_change_an_update(teacher: Path) -> None:
+    """The mesh of the teacher may be another one than that of the student."""
+    run, results = run_of(teacher), []
+    one, all_axes = (1, 1, 1), (2, 2, 2)
+    for mesh, of_teacher, micro in (
+        (one, one, 16),
+        (one, one, 3),
+        (all_axes, (1, 8, 1), 2),
+        ((8, 1, 1), all_axes, 1),
+    ):
+
+        def placed(learner: Learner, mesh: tuple[int, ...], micro: int = micro) -> dict[str, Any]:
+            layout = train_layout(*mesh)
+            compute = learner.compute._replace(layout=layout)
+            limits = learner.limits._replace(shards=layout.batch_shards, sequences=micro)
+            return {"compute": compute, "limits": limits}
+
+        judge = run.learner.teacher
+        judge = dataclasses.replace(judge, **placed(judge, of_teacher))
+        metrics = update_of(run, teacher=judge, accumulates=True, **placed(run.learner, mesh))
+        results.append({name: metrics[name] for name in ("loss", "grad_norm", "reverse_kl")})
+    for result in results[1:]:
+        assert result == pytest.approx(results[0], rel=1e-5)
+
+
+def test_a_teacher_may_be_of_another_size_and_family(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = {"model_type": "qwen3", "num_hidden_layers": 2, "head_dim": 24, "vocab_size": 560}
+    make_random_model(TINY, tmp_path / "other", other)
+    run = run_of(tmp_path / "other")
+    assert f"teacher={tmp_path}/other parameters=0.44M " in capsys.readouterr().out
+    # On random tokens a random model is right more often than a trained one.
+    assert -20 < update_of(run)["reverse_kl"] < -1
+
+
+# ---- Bad input -----------------------------------------------------------------------------------
+
+
+def test_a_teacher_that_cannot_judge_is_one_line(teacher: Path, tmp_path: Path) -> None:
+    other = copy_tiny(tmp_path / "other")
+    text = (other / "tokenizer.json").read_text(encoding="utf-8")
+    tokens = json.loads(text)
+    vocabulary = tokens["model"]["vocab"]
+    changed = next(token for token, i in vocabulary.items() if i == 300)
+    vocabulary["changed"] = vocabulary.pop(changed)
+    tokens["model"]["merges"] = []
+    (other / "tokenizer.json").write_text(json.dumps(tokens))
+    line = f"token 300 of its tokenizer is 'changed', and that of the trained model {changed!r}"
+    refused(lambda: run_of(other), f"TEACHER_PATH={other}: {line}; a teacher needs the same")
+    shutil.rmtree(other)
+    refused(lambda: run_of(other), f"TEACHER_PATH={other}: {other}: this folder does not exist")
+    short = copy_tiny(tmp_path / "short", config={"max_position_embeddings": 20})
+    refused(lambda: run_of(short), f"TEACHER_PATH={short}: MAX_LENGTH_SAMPLE=16 after the longest")
+    (short / "model.safetensors").unlink()
+    refused(lambda: run_of(short), f"TEACHER_PATH={short}: {short} has no model.safetensors; ")
+    assert run_of(short, STEPS="0", EVAL_EVERY_STEPS="1").learner.teacher is None
+
+
+def test_a_teacher_that_does_not_fit_says_its_size(
+    teacher: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def too_large(*_: Any, **__: Any) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
+
+    run = run_of(teacher)
+    learner = run.learner.teacher
+    wide = dataclasses.replace(learner.compute.model, vocab_size=2**30)
+    learner = dataclasses.replace(learner, compute=learner.compute._replace(model=wide))
+    monkeypatch.setattr(hf, "load_params", too_large)
+    with pytest.raises(SystemExit) as ended, exit_on_oom(run.cfg):
+        load_weights(learner, teacher)
+    assert ended.value.code == 3
+    line = "error: the teacher (64.00 GiB on each device) does not fit the memory of a device: "
+    assert capsys.readouterr().err.startswith(line)
+
+
+def test_a_resumed_run_needs_the_same_teacher(teacher: Path, tmp_path: Path) -> None:
+    moved = Path(shutil.copytree(teacher, tmp_path / "moved"))
+    before, after = (result_fingerprint(run_of(folder)) for folder in (teacher, moved))
+    assert before == after
+    other = result_fingerprint(run_of(TINY))
+    assert {n for n in before if before[n] != other[n]} == {"the teacher's weights"}
+
+
+# ---- Runs ----------------------------------------------------------------------------------------
+
+SETTINGS = environment(
+    """BATCH_SIZE=16 NUM_PRE_Q=1 REWARD_COEF=0 TRAIN_MICRO_BATCH_SIZE=4 STEPS=10 REMAT=none
+    LEARNING_RATE=2e-4 LR_SCHEDULE=constant WARMUP_RATIO=0 NUM_MINI_BATCHES=2 TOP_K=64
+    SAVE_EVERY_STEPS=1 EXPORT_HF=none"""
+)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    out = tmp_path_factory.mktemp("runs") / "undisturbed"
+    return train(out, **SETTINGS, TEACHER_PATH=str(TINY), MODEL_PATH=str(teacher))
+
+
+def test_the_reverse_kl_falls_without_a_reward_and_a_group(undisturbed: Result) -> None:
+    values = [record["train-other/reverse_kl"] for record in undisturbed.records]
+    assert len(values) == 10 and np.mean(values[-3:]) < 0.7 * values[0]
+    rewards = [record["train-reward/total/mean"] for record in undisturbed.records]
+    assert max(rewards) > 0, "they are logged as ever"
+    assert "the policy gradient is 0" not in undisturbed.lines
+    assert "verdict: no sign of trouble" in undisturbed.lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["two processes", "eight devices"])
+def test_processes_and_meshes_do_not_change_a_run(
+    kind: str, undisturbed: Result, teacher: Path, tmp_path: Path
+) -> None:
+    settings = SETTINGS | {"TEACHER_PATH": str(TINY), "MODEL_PATH": str(teacher)}
+    if kind == "two processes":
+        half = {"BATCH_SIZE": "8", "TRAIN_MICRO_BATCH_SIZE": "2"}
+        result, _ = train_two(tmp_path, 1, **settings | half)
+    else:
+        mesh = {"MESH_SHAPE": "2,2,2", "TRAIN_MICRO_BATCH_SIZE": "8"}
+        result = train(tmp_path / "run", 8, **settings | mesh)
+    for name in ("train-other/loss", "train-other/reverse_kl"):
+        values = [[r[name] for r in x.records] for x in (result, undisturbed)]
+        assert values[0] == pytest.approx(values[1], rel=1e-3, abs=1e-4), name
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_and_stopped_ends_like_an_undisturbed_one(
+    undisturbed: Result, teacher: Path, tmp_path: Path
+) -> None:
+    settings = SETTINGS | {"TEACHER_PATH": str(TINY), "MODEL_PATH": str(teacher)}
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        process = start(tmp_path / "run", settings, 1)
+        wait_for(process, r"^step=\d+ ")
+        process.send_signal(number)
+        assert finish(process, tmp_path / "run").code == (-9 if number == signal.SIGKILL else 143)
+    result = finish(start(tmp_path / "run", settings, 1), tmp_path / "run")
+    assert result.code == 0 and "resumed after step" in result.lines, result.errors
+    assert_same_run(result.out, undisturbed.out)

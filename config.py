@@ -42,7 +42,6 @@ from infra.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES
 
 DTYPES = "auto|bfloat16|float32"
 LOSS_TYPES = "dapo|grpo|dr_grpo|cispo|gspo|sapo|luspo|gmpo|vespo|dppo_tv|dppo_kl|sft"
-DPPO = ("dppo_tv", "dppo_kl")
 PUBLISHED_EPS = {  # EPS_LOW and EPS_HIGH in the papers of these LOSS_TYPEs
     "gspo": (3e-4, 4e-4),
     "luspo": (2e-3, 2.5e-3),
@@ -229,8 +228,10 @@ class Config:
     teacher_path: str = in_loss(
         "", "Folder or hub id of a teacher that judges each token; empty: none.", kept=False
     )
-    distill_coef: float = in_loss(1.0, "Weight of log p_teacher - log p in advantages.")
-    reward_coef: float = in_loss(1.0, "With a teacher, weight of the rewards in advantages.")
+    distill_coef: float = in_loss(1.0, "Weight of log p_teacher - log p in advantages.", kept=False)
+    reward_coef: float = in_loss(
+        1.0, "With a teacher, weight of the rewards in advantages.", kept=False
+    )
     top_entropy_quantile: float = in_loss(
         1.0, "Learn from this fraction of tokens: the highest entropies.", above=0, at_most=1
     )
@@ -243,7 +244,9 @@ class Config:
         3.0, "Importance weights above IS_CAP become IS_CAP (truncate) or 0 (mask).", at_least=1
     )
     off_policy_mask_threshold: float = in_loss(
-        0.0, "Drop bad completions whose mean log(p_sampler / p) is higher; 0: drop none."
+        0.0,
+        "Drop bad completions whose mean log(p_sampler / p) is higher; 0: drop none.",
+        kept=False,
     )
 
     eval_every_steps: int = in_eval(10, "Steps between evaluations, from step 0 on; 0: never.")
@@ -377,22 +380,29 @@ def contradictions(cfg: Config) -> Iterator[str]:
         yield "DYNAMIC_SAMPLING=1 drops groups that ADV_ESTIMATOR=reinforce can use; leave it out"
     if cfg.dynamic_sampling and cfg.ignores_rewards():
         yield "DYNAMIC_SAMPLING=1 drops groups that REWARD_COEF=0 can use; leave it out"
+    if cfg.ignores_rewards() and cfg.distill_coef == 0:
+        yield "DISTILL_COEF=0 and REWARD_COEF=0 leave nothing to learn; set one of them"
+    if cfg.teacher_path and cfg.off_policy_mask_threshold:
+        why = "drops completions by one advantage, and those of TEACHER_PATH are of tokens"
+        yield f"OFF_POLICY_MASK_THRESHOLD={cfg.off_policy_mask_threshold} {why}; leave it out"
     if cfg.loss_type == "cispo" and cfg.eps_high < 1:
         yield f"EPS_HIGH={cfg.eps_high} caps every ratio of LOSS_TYPE=cispo below 1; set EPS_HIGH=5"
-    if cfg.delta and cfg.delta <= (limit := 1 + cfg.eps_high):
+    clips_ratios = cfg.loss_type in ("dapo", "grpo", "dr_grpo", "gspo", "luspo")
+    if clips_ratios and cfg.delta and cfg.delta <= (limit := 1 + cfg.eps_high):
         yield f"DELTA={cfg.delta} must be above 1 + EPS_HIGH = {limit}, where clipping begins"
     if cfg.beta and cfg.kl_estimator == "k1" and not cfg.kl_bias_correction:
         yield "KL_ESTIMATOR=k1 has no gradient on average with KL_BIAS_CORRECTION=0; set it to 1"
     if cfg.is_mode.startswith("sequence") and cfg.filters_logps():
         why = "with SAMPLING_SUPPORT=full shrinks a sequence's weight with every token"
         yield f"IS_MODE={cfg.is_mode} {why}; leave SAMPLING_SUPPORT out, or set token_truncate"
-    if cfg.is_mode != "none" and cfg.loss_type in DPPO:
+    is_dppo = cfg.loss_type.startswith("dppo")
+    if cfg.is_mode != "none" and is_dppo:
         why = f"corrects for the sampler, as LOSS_TYPE={cfg.loss_type} already does"
         yield f"IS_MODE={cfg.is_mode} {why}; leave IS_MODE out"
     if cfg.is_mode.startswith("sequence") and cfg.loss_type == "vespo":
         why = "is of sequences, and LOSS_TYPE=vespo multiplies the weights of tokens"
         yield f"IS_MODE={cfg.is_mode} {why}; set token_truncate or token_mask"
-    anchors = [f"LOSS_TYPE={cfg.loss_type}"] if cfg.loss_type in DPPO else []
+    anchors = [f"LOSS_TYPE={cfg.loss_type}"] if is_dppo else []
     if cfg.off_policy_mask_threshold:
         anchors.append(f"OFF_POLICY_MASK_THRESHOLD={cfg.off_policy_mask_threshold}")
     for text in anchors if cfg.filters_logps() else ():
@@ -451,18 +461,20 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
     no_adapters = "LORA_RANK=0, unless MODEL_PATH is a repository of adapters"
     has_moved = cfg.ppo_epochs * cfg.num_mini_batches > 1
     differs = has_moved or cfg.rollout_backend != "naive"  # the policy from the sampler
-    clips = differs if cfg.loss_type in DPPO else has_moved or cfg.loss_type == "cispo"
+    is_dppo = cfg.loss_type.startswith("dppo")
+    clips = differs if is_dppo else has_moved or cfg.loss_type == "cispo"
     loss_type = f"LOSS_TYPE={cfg.loss_type}"
     if clips and cfg.loss_type in PUBLISHED_EPS and not {"eps_low", "eps_high"} <= layers.keys():
         published = "EPS_LOW={} EPS_HIGH={}".format(*PUBLISHED_EPS[cfg.loss_type])
         yield f"{loss_type} was published with {published}; the defaults are 0.2"
-    if cfg.loss_type in DPPO and not clips:
+    if is_dppo and not clips:
         yield f"{loss_type} drops no token with one update per step, and is then dapo"
     of_engine = " ".join(name for name in vars(cfg) if name.startswith("sglang_jax_"))
     for names, has_effect, why in (
         ("lora_alpha lora_targets lora_base_copy export_lora", has_adapters, no_adapters),
         ("sampling_support", cfg.filters(), "TOP_K=0, TOP_P=1.0 and MIN_P=0.0"),
         ("scale_rewards", cfg.adv_estimator == "grpo", f"ADV_ESTIMATOR={cfg.adv_estimator}"),
+        ("adv_estimator scale_rewards", not cfg.ignores_rewards(), "REWARD_COEF=0"),
         ("eps_low", cfg.loss_type not in ("cispo", "sapo", "vespo"), loss_type),
         ("eps_high", cfg.loss_type not in ("sapo", "vespo"), loss_type),
         ("delta", cfg.loss_type not in ("cispo", "sapo", "vespo", "gmpo"), loss_type),

@@ -20,7 +20,6 @@ STD_EPS = 1e-4  # as in TRL
 MEAN_EPS = 1e-6  # of maxrl
 SAPO_TAU_POSITIVE, SAPO_TAU_NEGATIVE = 1.0, 1.05  # as in the paper
 VESPO_FLOOR, VESPO_MAX_NATS = 1e-8, 20.0  # limits of w and of its logarithm, as in TRL
-DPPO = ("dppo_tv", "dppo_kl")
 DPPO_FLOOR = 1e-8  # added to 1 - p, whose logarithm is then finite, as in verl
 
 # MERGE.get(name, sum) reduces a metric of the micro-batches to that of their update. The metrics
@@ -124,7 +123,8 @@ def _std(values: np.ndarray, axis: int | None = None) -> np.ndarray:
 
 
 class Objective(NamedTuple):
-    """The settings of policy_loss; hashable. A = advantage, ratio = exp(logps - old_logps).
+    """The settings of policy_loss and of a teacher; hashable. A = advantage, ratio = exp(logps -
+    old_logps).
 
     loss_type: the loss of a token, and the average over tokens:
       dapo     -min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A); mean over all tokens of the
@@ -199,9 +199,10 @@ def policy_loss(
     2602.10693; DPPO, 2602.04879; the off-policy mask, 2512.02556 eq. 9; TRL; verl for DPPO.
     """
     arrays = logps, old_logps, mask, ref_logps, sampling_logps, entropy, top_mask
-    shapes = {x.shape for x in arrays if x is not None}
+    _raise_if_shapes_differ(advantages, [x for x in arrays if x is not None])
     mask = mask.astype(bool)  # [B, T]
-    A = _broadcastable(advantages, mask, shapes)  # [B, 1] or [B, T]
+    # The clip metrics need a sign, which NaN where the mask is 0 has not.
+    A = advantages[:, None] if advantages.ndim == 1 else jnp.where(mask, advantages, 0.0)
     top = mask if top_mask is None else mask & (top_mask > 0)  # [B, T]
     num_sequences = len(advantages) if num_sequences is None else num_sequences
     num_top_tokens = jnp.maximum(top.sum(), 1) if num_top_tokens is None else num_top_tokens
@@ -210,23 +211,25 @@ def policy_loss(
     def token_mean(x: jax.Array) -> jax.Array:
         return jnp.where(mask, x, 0.0).sum() / num_tokens
 
-    anchor = sampling_logps if objective.loss_type in DPPO else old_logps
-    log_ratio = jnp.where(mask, logps - anchor, 0.0)  # [B, T]
-    by_sequence = objective.loss_type in ("gspo", "luspo")
-    if by_sequence:
+    is_dppo = objective.loss_type.startswith("dppo")
+    log_ratio = jnp.where(mask, logps - (sampling_logps if is_dppo else old_logps), 0.0)  # [B, T]
+    if objective.loss_type in ("gspo", "luspo"):
         log_ratio = _sequence_mean(log_ratio, sequence_tokens)  # [B, 1]
     ratio = jnp.exp(log_ratio)  # [B, T] or [B, 1]
-    weight, metrics = _weights(objective, old_logps, sampling_logps, mask, token_mean)
+    weight, metrics = 1.0, {}
+    if objective.is_mode != "none":
+        limits = objective.is_mode, objective.is_floor, objective.is_cap
+        weight, parts = sampler_weights(old_logps, sampling_logps, mask, *limits)
+        metrics = {f"is_weight/{name}": token_mean(x) for name, x in parts.items()}
     if objective.loss_type == "vespo":  # The weights are factors of its w.
+        log_ratio = jnp.clip(log_ratio, -VESPO_MAX_NATS, VESPO_MAX_NATS)
         log_ratio, weight = log_ratio + jnp.log(jnp.maximum(weight, VESPO_FLOOR)), 1.0
-    terms = ratio, log_ratio, A, jnp.where(mask, logps, 0.0), sequence_tokens
-    loss, is_clipped = _token_loss(objective, *terms)  # [B, T] or [B, 1]
-    counts_sequences = by_sequence and advantages.ndim == 1
-    metrics |= _clip_metrics(is_clipped, mask, num_sequences if counts_sequences else num_tokens)
-    if objective.off_policy_mask_threshold:
+    masked_logps = jnp.where(mask, logps, 0.0)  # [B, T]
+    loss, is_clipped = _token_loss(objective, ratio, log_ratio, A, masked_logps, sequence_tokens)
+    metrics |= _clip_metrics(is_clipped, mask, num_tokens, num_sequences)
+    if (threshold := objective.off_policy_mask_threshold) > 0:
         gap = jnp.nan_to_num(jnp.where(mask, sampling_logps - logps, 0.0))  # [B, T]
-        gap = _sequence_mean(gap, sequence_tokens)  # [B, 1]
-        is_dropped = (A < 0) & (gap > objective.off_policy_mask_threshold)
+        is_dropped = (A < 0) & (_sequence_mean(gap, sequence_tokens) > threshold)  # [B, 1]
         loss = jnp.where(is_dropped, 0.0, loss)
         metrics["off_policy_dropped"] = token_mean(is_dropped)
     loss = jnp.where(top, loss, 0.0) * weight  # [B, T]
@@ -243,16 +246,15 @@ def policy_loss(
     return loss, {"loss": loss, **metrics}
 
 
-def _broadcastable(advantages: jax.Array, mask: jax.Array, shapes: set[tuple]) -> jax.Array:
-    """Returns advantages [B] as [B, 1], and advantages [B, T] with 0 where the mask [B, T] is 0.
-    shapes: of the other arrays. Raises ValueError unless they fit."""
-    of_tokens = advantages.ndim == 2
-    if shapes != {advantages.shape if of_tokens else (*advantages.shape, mask.shape[-1])}:
-        raise ValueError(  # they would be broadcast
+def _raise_if_shapes_differ(advantages: jax.Array, arrays: Sequence[jax.Array]) -> None:
+    """Raises ValueError unless the arrays are [B, T], and the advantages [B] or [B, T]."""
+    B, T = len(advantages), arrays[0].shape[-1]
+    if advantages.shape not in ((B,), (B, T)) or {x.shape for x in arrays} != {(B, T)}:
+        shapes = ", ".join(sorted({str(x.shape) for x in arrays}))  # they would be broadcast
+        raise ValueError(
             f"policy_loss needs advantages [B] or [B, T] and other arrays [B, T], not "
-            f"{advantages.shape} and {', '.join(map(str, sorted(shapes)))}"
+            f"{advantages.shape} and {shapes}"
         )
-    return jnp.where(mask, advantages, 0.0) if of_tokens else advantages[:, None]
 
 
 def _sequence_mean(x: jax.Array, sequence_tokens: jax.Array) -> jax.Array:
@@ -271,8 +273,7 @@ def _token_loss(
 
     ratio, log_ratio: [B, T], or [B, 1] of sequences; 1 and 0 where the mask is 0. A: [B, 1]
     advantages, or [B, T]. logps: [B, T], 0 where the mask is 0. sequence_tokens: [B, 1]. Both
-    results have the shape of ratio * A, but the losses of cispo, vespo and sft are always [B, T],
-    and that of gmpo has the shape of A.
+    results can be broadcast to [B, T].
     """
     eps_low, eps_high = objective.eps_low, objective.eps_high
     if objective.loss_type == "cispo":
@@ -282,8 +283,8 @@ def _token_loss(
         tau = jnp.where(A > 0, SAPO_TAU_POSITIVE, SAPO_TAU_NEGATIVE)
         return -4 / tau * jax.nn.sigmoid(tau * (ratio - 1)) * A, {}
     if objective.loss_type == "vespo":
-        log_w = jnp.clip(log_ratio, -VESPO_MAX_NATS, VESPO_MAX_NATS).sum(axis=1, keepdims=True)
-        log_w = jnp.clip(log_w, jnp.log(VESPO_FLOOR), VESPO_MAX_NATS)  # [B, 1]
+        log_w = log_ratio.sum(axis=1, keepdims=True)  # [B, 1]
+        log_w = jnp.clip(log_w, jnp.log(VESPO_FLOOR), VESPO_MAX_NATS)
         k, lambda_ = jnp.where(A < 0, 3, 2), jnp.where(A < 0, 2, 3)  # as in the paper
         phi = jnp.exp(k * log_w + lambda_ * (1 - jnp.exp(log_w)))
         return -jax.lax.stop_gradient(phi) * A * logps, {}
@@ -294,7 +295,7 @@ def _token_loss(
         low, high = (log_ratio < -eps_low) & (A < 0), (log_ratio > eps_high) & (A > 0)
         log_ratio = jnp.where(low, -eps_low, jnp.where(high, eps_high, log_ratio))
         loss = -jnp.exp(_sequence_mean(log_ratio, sequence_tokens)) * A
-    elif objective.loss_type in DPPO:
+    elif objective.loss_type.startswith("dppo"):
         anchor = logps - log_ratio
         p, mu = jnp.exp(logps), jnp.exp(anchor)  # the policy's probability, the sampler's
         distance = jnp.abs(p - mu)
@@ -322,7 +323,7 @@ def _divisor(
     """Returns the divisor of the loss of a token: a number, or [B, 1] of the sequences."""
     if objective.loss_type in ("grpo", "gspo", "sapo", "gmpo"):
         return sequence_tokens * num_sequences
-    if objective.loss_type in ("dapo", "cispo", "vespo", "sft", *DPPO):
+    if objective.loss_type in ("dapo", "cispo", "vespo", "dppo_tv", "dppo_kl", "sft"):
         return num_tokens
     if objective.loss_type == "luspo":
         return num_sequences
@@ -335,15 +336,19 @@ def _divisor(
 
 
 def _clip_metrics(
-    is_clipped: dict[str, jax.Array], mask: jax.Array, count: jax.Array | float
+    is_clipped: dict[str, jax.Array],
+    mask: jax.Array,
+    num_tokens: jax.Array | float,
+    num_sequences: jax.Array | float,
 ) -> dict[str, jax.Array]:
     """Returns this micro-batch's parts of the update's means of `is_clipped`, and the extremes over
     its sequences that have a token.
 
     is_clipped: from _token_loss, [B, T] or [B, 1] bool; False where the mask is 0, since the ratio
-    is 1 there and no limit is. mask: [B, T]. count: the number of ratios of the update.
+    is 1 there and no limit is. mask: [B, T]. num_tokens, num_sequences: of the update.
     """
-    metrics = {name: x.sum() / count for name, x in is_clipped.items()}
+    counts = {(len(mask), 1): num_sequences, mask.shape: num_tokens}
+    metrics = {name: x.sum() / counts[x.shape] for name, x in is_clipped.items()}
     if "clip_ratio/low_mean" in is_clipped:
         tokens = mask.sum(axis=1)  # [B]
         low, high = (is_clipped[f"clip_ratio/{side}_mean"] for side in ("low", "high"))
@@ -373,24 +378,6 @@ def _kl(objective: Objective, gap: jax.Array, ratio: jax.Array) -> jax.Array:
     return kl * ratio if objective.kl_bias_correction else kl
 
 
-def _weights(
-    objective: Objective,
-    old_logps: jax.Array,
-    sampling_logps: jax.Array | None,
-    mask: jax.Array,
-    token_mean: Callable,
-) -> tuple[jax.Array | float, dict[str, jax.Array]]:
-    """Returns the sampler_weights of the objective, or 1 if is_mode is none, and their metrics."""
-    if objective.is_mode == "none":
-        return 1.0, {}
-    limits = objective.is_mode, objective.is_floor, objective.is_cap
-    weight, under, over = sampler_weights(old_logps, sampling_logps, mask, *limits)
-    metrics = {"is_weight/mean": token_mean(weight), "is_weight/over_cap": token_mean(over)}
-    if objective.is_floor:
-        metrics["is_weight/under_floor"] = token_mean(under)
-    return weight, metrics
-
-
 def sampler_weights(
     old_logps: jax.Array,
     sampling_logps: jax.Array,
@@ -398,13 +385,14 @@ def sampler_weights(
     mode: str,
     floor: float,
     cap: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns importance weights, for a sampler whose probabilities differ slightly from ours.
 
     A weight is the trainer's probability of the sample / the sampler's probability: of each token
     [B, T], or of the sequence [B, 1] if mode is sequence_*. A weight below floor or above cap
-    becomes floor or cap (*_truncate) or 0 (*_mask). The other two results, of the same shape, are
-    True where it was below floor, and above cap. old_logps, sampling_logps, mask: [B, T].
+    becomes floor or cap (*_truncate) or 0 (*_mask). The second result has arrays of the same shape
+    whose means are metrics: the weights, and True where one was above cap or below floor.
+    old_logps, sampling_logps, mask: [B, T].
     Source: https://fengyao.notion.site/off-policy-rl; IcePop (a floor), arXiv 2510.18855; TRL.
     """
     level, _, limiting = mode.partition("_")
@@ -416,7 +404,9 @@ def sampler_weights(
     ratio = jax.lax.stop_gradient(jnp.exp(gap))
     under, over = ratio < floor, ratio > cap
     limited = jnp.clip(ratio, floor, cap) if limiting == "truncate" else 0.0
-    return jnp.where(under | over, limited, ratio), under, over
+    weight = jnp.where(under | over, limited, ratio)
+    parts = {"mean": weight, "over_cap": over}
+    return weight, parts | ({"under_floor": under} if floor else {})
 
 
 def top_entropy_mask(entropy: np.ndarray, mask: np.ndarray, quantile: float) -> np.ndarray:

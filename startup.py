@@ -80,7 +80,8 @@ class Run:
     eval_prompts: list[data.Prompt]  # empty if the run never evaluates
     rollout: Rollout
     learner: Learner
-    teacher_folder: Path | None  # None: no teacher
+    teacher: Learner | None  # its base has the teacher's weights; None: no teacher
+    teacher_folder: Path | None
     mesh_reason: str  # why ROLLOUT_MESH_SHAPE=auto has chosen its mesh, for a line of the log
 
 
@@ -111,11 +112,11 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
                 resume=cfg.resume,
                 steps=cfg.steps,
             )
-            base, teacher = read_base(run.folder, run.learner.compute), run.learner.teacher
-            if teacher:
-                teacher = open_teacher(cfg).load_weights(teacher, run.teacher_folder)
-            learner = dataclasses.replace(run.learner, base=base, teacher=teacher)
-            run = dataclasses.replace(run, learner=learner)
+            base = read_base(run.folder, run.learner.compute)
+            run = dataclasses.replace(run, learner=dataclasses.replace(run.learner, base=base))
+            if run.teacher:
+                teacher = open_teacher(cfg).load_weights(run.teacher, run.teacher_folder)
+                run = dataclasses.replace(run, teacher=teacher)
             if arrays:
                 state = arrays["state"]
             else:
@@ -297,6 +298,7 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
         eval_prompts=eval_prompts,
         rollout=rollout,
         learner=learner_of(cfg, sizes, train_compute, S, stopping.pad_id),
+        teacher=None,
         teacher_folder=None,
         mesh_reason=mesh_reason,
     )
@@ -493,8 +495,7 @@ def with_teacher(run: Run) -> Run:
     student = run.folder, run.learner.compute.model.vocab_size
     folder, compute = open_teacher(cfg).read_teacher(cfg, *student, sizes, S, longest)
     teacher = learner_of(cfg, sizes, compute, S, rollout.stopping.pad_id)
-    learner = dataclasses.replace(run.learner, teacher=teacher)
-    return dataclasses.replace(run, learner=learner, teacher_folder=folder)
+    return dataclasses.replace(run, teacher=teacher, teacher_folder=folder)
 
 
 def open_teacher(cfg: Config) -> ModuleType:
@@ -704,10 +705,14 @@ def result_fingerprint(run: Run) -> dict[str, str]:
             files += [run.adapters / lora.CONFIG, run.adapters / hf.ADAPTERS]
         fingerprints = [hosts.file_fingerprint(file) for file in files]
         values["the model's weights"] = hosts.json_digest(fingerprints)
+    if cfg.off_policy_mask_threshold:
+        values["OFF_POLICY_MASK_THRESHOLD"] = to_text(cfg.off_policy_mask_threshold)
     if run.teacher_folder:
         files = [run.teacher_folder / "config.json", *run.teacher_folder.glob("*.safetensors")]
         fingerprints = [hosts.file_fingerprint(file) for file in sorted(files)]
         values["the teacher's weights"] = hosts.json_digest(fingerprints)
+        values["DISTILL_COEF"] = to_text(cfg.distill_coef)
+        values["REWARD_COEF"] = to_text(cfg.reward_coef)
     if cfg.chat_template_kwargs:
         values["CHAT_TEMPLATE_KWARGS"] = json.dumps(cfg.template_kwargs(), sort_keys=True)
     values["ENVIRONMENT_CLASS"] = Path(cfg.environment_class).name

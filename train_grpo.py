@@ -75,7 +75,7 @@ from rollout import (
     slice_of_process,
 )
 from rows import Batch, MicroBatch, pack, plan_rows
-from startup import drift_level, export, start
+from startup import Run, drift_level, export, start
 from update import (
     Learner,
     TrainState,
@@ -156,14 +156,7 @@ def main(cfg: Config) -> None:
             clock.lap("advantages")
 
             # ---- Log-probabilities before the first update: of the policy and the reference -----
-            batch = with_logps(
-                learner,
-                params(),
-                ref_params,
-                batch,
-                needs_old_logps=run.sizes.updates_per_step > 1,
-                top_entropy_quantile=cfg.top_entropy_quantile,
-            )
+            batch = with_logps(run, params(), ref_params, batch)
             clock.lap("logps")
 
             # ---- Updates: PPO_EPOCHS times an optimizer step on each mini-batch ------------------
@@ -201,31 +194,25 @@ def main(cfg: Config) -> None:
 # ---- Log-probabilities before the first update ---------------------------------------------------
 
 
-def with_logps(
-    learner: Learner,
-    params: Params,
-    ref_params: Params | None,
-    batch: Batch,
-    *,
-    needs_old_logps: bool,
-    top_entropy_quantile: float,
-) -> Batch:
+def with_logps(run: Run, params: Params, ref_params: Params | None, batch: Batch) -> Batch:
     """The batch with the arrays that need the weights before the first update: ref_logps if there
     is a reference, teacher_logps if there is a teacher, old_logps if there are several updates,
     and the top_mask of TOP_ENTROPY_QUANTILE, whose threshold is a quantile over the entire step;
     with it no sequence is skipped. By default it needs none of them."""
+    learner, teacher, quantile = run.learner, run.teacher, run.cfg.top_entropy_quantile
     if ref_params is not None:
         ref_logps, _ = compute_batch_logps_and_entropies(learner, ref_params, batch)
         batch = batch._replace(ref_logps=ref_logps)
-    if teacher := learner.teacher:
+    if teacher:
         teacher_logps, _ = compute_batch_logps_and_entropies(teacher, teacher.base, batch)
         batch = batch._replace(teacher_logps=teacher_logps)
-    if needs_old_logps or top_entropy_quantile < 1:
+    needs_old_logps = run.sizes.updates_per_step > 1
+    if needs_old_logps or quantile < 1:
         logps, entropies = compute_batch_logps_and_entropies(learner, params, batch)
         if needs_old_logps:
             batch = batch._replace(old_logps=logps)
-        if top_entropy_quantile < 1:
-            top = top_entropy_mask(entropies, batch.completion_mask, top_entropy_quantile)
+        if quantile < 1:
+            top = top_entropy_mask(entropies, batch.completion_mask, quantile)
             batch = batch._replace(top_mask=top.astype(np.int32))
     return batch
 

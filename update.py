@@ -49,7 +49,6 @@ class Learner:
     accumulates: bool  # an update may have several micro-batches
     skips_zero_advantages: bool  # sequences of advantage 0 add nothing, and are not computed
     base: Params | None = None  # LoRA's frozen weights; None: all weights are trained
-    teacher: "Learner | None" = None  # how a teacher computes; its base are its frozen weights
 
 
 @flax.struct.dataclass
@@ -125,8 +124,9 @@ def micro_step(
         old_logps = jax.lax.stop_gradient(logps) if old_logps is None else old_logps
         advantages = micro_batch.advantages  # [X*Q]
         if micro_batch.teacher_logps is not None:
-            gap = micro_batch.teacher_logps - old_logps  # [X*Q, T]
-            advantages = objective.reward_coef * advantages[:, None] + objective.distill_coef * gap
+            teacher_gap = micro_batch.teacher_logps - old_logps  # [X*Q, T]
+            advantages = objective.reward_coef * advantages[:, None]
+            advantages = advantages + objective.distill_coef * teacher_gap  # [X*Q, T]
         loss, metrics = policy_loss(
             logps,
             old_logps,
@@ -143,7 +143,7 @@ def micro_step(
         if objective.entropy_coef > 0 or micro_batch.top_mask is not None:
             metrics["exact_entropy"] = jnp.where(mask, entropy, 0.0).sum() / counts["num_tokens"]
         if micro_batch.teacher_logps is not None:  # E[log p - log p_teacher] is the reverse KL
-            metrics["reverse_kl"] = jnp.where(mask, -gap, 0.0).sum() / counts["num_tokens"]
+            metrics["reverse_kl"] = jnp.where(mask, -teacher_gap, 0.0).sum() / counts["num_tokens"]
         gap = jnp.where(mask, jnp.abs(old_logps - micro_batch.sampling_logps), 0.0)
         metrics["sampling_logp_difference/mean"] = gap.sum() / counts["num_tokens"]
         metrics["sampling_logp_difference/max"] = gap.max()

@@ -6,12 +6,13 @@ policy to the teacher (https://thinkingmachines.ai/blog/on-policy-distillation).
 
 Both log-probabilities are at TEMPERATURE, and of a softmax over the same tokens: the support from
 which the token was drawn (TOP_K, TOP_P, MIN_P), or else the vocabulary. Sizes of a family may have
-different numbers of rows beyond the tokenizer's tokens, which are padding. A teacher's additional
-rows are not read; if it has fewer rows, the tokens that it lacks have a logit of 0.
+different numbers of rows beyond the tokenizer's tokens. These rows are padding, which is never
+drawn; a teacher's additional ones are not read.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from infra.sizes import Sizes
 from model import hf
 from model.layout import mesh_text
 from model.network import Compute
-from model.params import ModelConfig, param_table
+from model.params import ModelConfig
 from model.placement import num_params, plan_compute, raise_if_too_long
 from update import Learner
 
@@ -40,19 +41,26 @@ def read_teacher(
     vocab_size: of the student. S: as for plan_compute. longest: tokens of the longest prompt.
     Raises UserMistake for a model that cannot judge the student.
     """
-    try:
+    with naming_teacher(cfg):
         folder = hf.fetch_model(cfg.teacher_path)
-        model = hf.read_config(folder)
-        hf.open_tensors(folder, param_table(model))  # for its mistakes
-        raise_if_tokens_differ(read_tokens(folder), read_tokens(student_folder))
+        model, tokens = hf.read_config(folder), read_tokens(folder)
+        hf.check_weights(folder, model, len(tokens))
+        raise_if_tokens_differ(tokens, read_tokens(student_folder))
         raise_if_too_long(cfg.max_length_sample, model, longest)
         compute = plan_teacher(cfg, model, vocab_size, sizes, S, jax.devices())
-    except UserMistake as error:  # which would name MODEL_PATH
-        text = str(error).replace("MODEL_PATH=", "")
-        raise UserMistake(f"TEACHER_PATH={cfg.teacher_path}: {text}") from None
     mesh, size = mesh_text(compute.layout.mesh), f"{gib_per_device(compute):.2f} GiB on each device"
     print(f"teacher={folder} parameters={num_params(model) / 1e6:.2f}M mesh={mesh} ({size})")
     return folder, compute
+
+
+@contextlib.contextmanager
+def naming_teacher(cfg: "Config") -> Iterator[None]:
+    """Lets the mistakes in this context name TEACHER_PATH and not MODEL_PATH."""
+    try:
+        yield
+    except UserMistake as error:
+        text = str(error).replace("MODEL_PATH=", "")
+        raise UserMistake(f"TEACHER_PATH={cfg.teacher_path}: {text}") from None
 
 
 def read_tokens(folder: Path) -> dict[int, str]:
@@ -63,10 +71,11 @@ def read_tokens(folder: Path) -> dict[int, str]:
 
 
 def raise_if_tokens_differ(teacher: dict[int, str], student: dict[int, str]) -> None:
-    """Raises UserMistake, with the first differing token, unless each id is the same token."""
-    for i in sorted(teacher.keys() | student.keys()):
-        if teacher.get(i) != student.get(i):
-            tokens = f"{teacher.get(i)!r}, and that of the trained model {student.get(i)!r}"
+    """Raises UserMistake, with the first differing token, unless each id of the student is the same
+    token of the teacher, which may have more of them."""
+    for i in sorted(student):
+        if teacher.get(i) != student[i]:
+            tokens = f"{teacher.get(i)!r}, and that of the trained model {student[i]!r}"
             raise UserMistake(f"token {i} of its tokenizer is {tokens}; a teacher needs the same")
 
 

@@ -78,9 +78,16 @@ def read_model(folder: Path, chat_template: str) -> tuple[ModelConfig, Any]:
     """
     model = read_config(folder)
     tokenizer = load_tokenizer(folder, chat_template)
-    if len(tokenizer) > model.vocab_size + MORE_TOKENS:
+    check_weights(folder, model, len(tokenizer))
+    return model, tokenizer
+
+
+def check_weights(folder: Path, model: ModelConfig, num_tokens: int) -> None:
+    """Raises UserMistake unless the folder's weights are those of the model and of its tokenizer,
+    which has this number of tokens."""
+    if num_tokens > model.vocab_size + MORE_TOKENS:
         raise UserMistake(
-            f"MODEL_PATH={folder}: its tokenizer has {len(tokenizer)} tokens, its config.json "
+            f"MODEL_PATH={folder}: its tokenizer has {num_tokens} tokens, its config.json "
             f"vocab_size={model.vocab_size}; they are of two models"
         )
     tensors = open_tensors(folder, param_table(model))  # for its mistakes
@@ -92,7 +99,6 @@ def read_model(folder: Path, chat_template: str) -> tuple[ModelConfig, Any]:
                 f"{folder}/config.json: tie_word_embeddings is true, but lm_head.weight is not the "
                 f"embedding; set it to false, or delete the tensor"
             )
-    return model, tokenizer
 
 
 def read_config(folder: Path) -> ModelConfig:

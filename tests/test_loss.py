@@ -238,14 +238,15 @@ def test_sampler_weights_by_hand(how: str, below: float, beyond: float) -> None:
     mask = jnp.array([[1, 1, 1, 0]] * 4)
     inputs = (jnp.zeros((4, 4)), -jnp.array(gap), mask)
     for floor, half, zero in ((0.0, 0.5, 0.0), (0.6, below, below)):
-        weight, under, over = sampler_weights(*inputs, f"token_{how}", floor, 3.0)
+        weight, parts = sampler_weights(*inputs, f"token_{how}", floor, 3.0)
         expected = [[2, half, beyond, 1], [2, 1, 1, 1], [beyond, 2, 1, 1], [zero, 1, 1, 1]]
         np.testing.assert_allclose(weight, expected, rtol=1e-6)
-        assert np.argwhere(over).tolist() == [[0, 2], [2, 0]]
-        assert np.argwhere(under).tolist() == ([[0, 1], [3, 0]] if floor else [])
-    weight, under, over = sampler_weights(*inputs, f"sequence_{how}", 0.0, 3.0)
+        assert np.argwhere(parts["over_cap"]).tolist() == [[0, 2], [2, 0]]
+        if floor:
+            assert np.argwhere(parts["under_floor"]).tolist() == [[0, 1], [3, 0]]
+    weight, parts = sampler_weights(*inputs, f"sequence_{how}", 0.0, 3.0)
     np.testing.assert_allclose(weight, [[beyond], [2], [beyond], [0]], rtol=1e-6)
-    assert over.tolist() == [[True], [False], [True], [False]]
+    assert parts["over_cap"].tolist() == [[True], [False], [True], [False]]
 
 
 def test_top_tokens_by_hand() -> None:

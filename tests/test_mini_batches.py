@@ -96,9 +96,8 @@ def test_the_mini_batches_follow_from_seed_step_and_epoch_and_a_single_one_is_no
 
 def test_a_step_of_one_update_computes_no_log_probabilities_before_it(monkeypatch) -> None:
     monkeypatch.setattr(train_grpo, "compute_batch_logps_and_entropies", None)
-    learner, batch = run_of("NUM_MINI_BATCHES=1").learner, step_of(masked=5)
-    needs = {"needs_old_logps": False, "top_entropy_quantile": 1.0}
-    assert with_logps(learner, 0, None, batch, **needs).old_logps is None
+    run, batch = run_of("NUM_MINI_BATCHES=1"), step_of(masked=5)
+    assert with_logps(run, 0, None, batch).old_logps is None
 
 
 # ---- Sequences that are left out -----------------------------------------------------------------

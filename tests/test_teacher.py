@@ -157,16 +157,16 @@ def batch_for(run: Run, support: int = 0) -> Batch:
     )
 
 
-def update_of(run: Run, batch: Batch | None = None, **changes: Any) -> dict[str, float]:
-    """The metrics of one update from tiny/."""
+def update_of(
+    run: Run, batch: Batch | None = None, judge: Learner | None = None, **changes: Any
+) -> dict[str, float]:
+    """The metrics of one update from tiny/. judge: computes the teacher in place of the run's."""
     learner = dataclasses.replace(run.learner, **changes)
-    judge = load_weights(learner.teacher, run.teacher_folder)
-    learner = dataclasses.replace(learner, teacher=judge)
+    judge = load_weights(judge or run.teacher, run.teacher_folder)
     model, mesh = learner.compute.model, learner.compute.layout.mesh
     params = hf.load_params(run.folder, model, mesh, jnp.float32)
-    batch = batch or batch_for(run)
-    others = {"needs_old_logps": False, "top_entropy_quantile": 1.0}
-    batch = with_logps(learner, params, None, batch, **others)
+    run_of_update = dataclasses.replace(run, learner=learner, teacher=judge)
+    batch = with_logps(run_of_update, params, None, batch or batch_for(run))
     state = init_state(params, optimizer=learner.optimizer, model=model)
     return one_update(learner, state, batch, 1e-3)[1]
 
@@ -228,9 +228,8 @@ def test_micro_batches_packing_and_meshes_do_not_change_an_update(teacher: Path)
             limits = learner.limits._replace(shards=layout.batch_shards, sequences=micro)
             return {"compute": compute, "limits": limits}
 
-        judge = run.learner.teacher
-        judge = dataclasses.replace(judge, **placed(judge, of_teacher))
-        metrics = update_of(run, teacher=judge, accumulates=True, **placed(run.learner, mesh))
+        judge = dataclasses.replace(run.teacher, **placed(run.teacher, of_teacher))
+        metrics = update_of(run, judge=judge, accumulates=True, **placed(run.learner, mesh))
         results.append({name: metrics[name] for name in ("loss", "grad_norm", "reverse_kl")})
     for result in results[1:]:
         assert result == pytest.approx(results[0], rel=1e-5)
@@ -265,9 +264,14 @@ def test_a_teacher_that_cannot_judge_is_one_line(teacher: Path, tmp_path: Path) 
     refused(lambda: run_of(other), f"TEACHER_PATH={other}: {other}: this folder does not exist")
     short = copy_tiny(tmp_path / "short", config={"max_position_embeddings": 20})
     refused(lambda: run_of(short), f"TEACHER_PATH={short}: MAX_LENGTH_SAMPLE=16 after the longest")
+    head = {"lm_head.weight": np.ones((576, 96), np.float32)}
+    tensors = load_file(TINY / "model.safetensors")
+    untied = copy_tiny(tmp_path / "untied")
+    save_file(tensors | head, untied / "model.safetensors", {"format": "pt"})
+    refused(lambda: run_of(untied), f"TEACHER_PATH={untied}: ", "tie_word_embeddings is true, but")
     (short / "model.safetensors").unlink()
     refused(lambda: run_of(short), f"TEACHER_PATH={short}: {short} has no model.safetensors; ")
-    assert run_of(short, STEPS="0", EVAL_EVERY_STEPS="1").learner.teacher is None
+    assert run_of(short, STEPS="0", EVAL_EVERY_STEPS="1").teacher is None
 
 
 def test_a_teacher_that_does_not_fit_says_its_size(
@@ -277,7 +281,7 @@ def test_a_teacher_that_does_not_fit_says_its_size(
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
 
     run = run_of(teacher)
-    learner = run.learner.teacher
+    learner = run.teacher
     wide = dataclasses.replace(learner.compute.model, vocab_size=2**30)
     learner = dataclasses.replace(learner, compute=learner.compute._replace(model=wide))
     monkeypatch.setattr(hf, "load_params", too_large)

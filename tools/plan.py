@@ -141,9 +141,11 @@ def make_plan(cfg: Config, slice_name: str) -> Plan:
     training, rollout, mesh_reason = plan_compute(cfg, model, sizes, S, devices)
     training = with_kernel(cfg, training, devices[0])
     teacher = None
-    if cfg.teacher_path:
-        models = known_config(cfg.teacher_path), model.vocab_size
-        teacher = open_teacher(cfg).plan_teacher(cfg, *models, sizes, S, devices)
+    if cfg.teacher_path and cfg.steps:
+        teachers = open_teacher(cfg)
+        with teachers.naming_teacher(cfg):
+            models = known_config(cfg.teacher_path), model.vocab_size
+            teacher = teachers.plan_teacher(cfg, *models, sizes, S, devices)
     return Plan(cfg, sizes, training, rollout, hosts, S, mesh_reason, engine_tokens, teacher)
 
 

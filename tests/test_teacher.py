@@ -303,8 +303,8 @@ def test_a_resumed_run_needs_the_same_teacher(teacher: Path, tmp_path: Path) -> 
 # ---- Runs ----------------------------------------------------------------------------------------
 
 SETTINGS = environment(
-    """BATCH_SIZE=16 NUM_PRE_Q=1 REWARD_COEF=0 TRAIN_MICRO_BATCH_SIZE=4 STEPS=10 REMAT=none
-    LEARNING_RATE=2e-4 LR_SCHEDULE=constant WARMUP_RATIO=0 NUM_MINI_BATCHES=2 TOP_K=64
+    """BATCH_SIZE=32 NUM_PRE_Q=1 REWARD_COEF=0 TRAIN_MICRO_BATCH_SIZE=8 STEPS=10 REMAT=none
+    LEARNING_RATE=1e-4 LR_SCHEDULE=constant WARMUP_RATIO=0 NUM_MINI_BATCHES=2 TOP_K=64
     SAVE_EVERY_STEPS=1 EXPORT_HF=none"""
 )
 
@@ -317,7 +317,7 @@ def undisturbed(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Resu
 
 def test_the_reverse_kl_falls_without_a_reward_and_a_group(undisturbed: Result) -> None:
     values = [record["train-other/reverse_kl"] for record in undisturbed.records]
-    assert len(values) == 10 and np.mean(values[-3:]) < 0.7 * values[0]
+    assert len(values) == 10 and np.mean(values[-3:]) < 0.6 * np.mean(values[:2])
     rewards = [record["train-reward/total/mean"] for record in undisturbed.records]
     assert max(rewards) > 0, "they are logged as ever"
     assert "the policy gradient is 0" not in undisturbed.lines
@@ -331,7 +331,7 @@ def test_processes_and_meshes_do_not_change_a_run(
 ) -> None:
     settings = SETTINGS | {"TEACHER_PATH": str(TINY), "MODEL_PATH": str(teacher)}
     if kind == "two processes":
-        half = {"BATCH_SIZE": "8", "TRAIN_MICRO_BATCH_SIZE": "2"}
+        half = {"BATCH_SIZE": "16", "TRAIN_MICRO_BATCH_SIZE": "4"}
         result, _ = train_two(tmp_path, 1, **settings | half)
     else:
         mesh = {"MESH_SHAPE": "2,2,2", "TRAIN_MICRO_BATCH_SIZE": "8"}

@@ -29,6 +29,9 @@ The attention mask has a line for each input token, with an x for each key that 
      8  u           x x          x x
      9  r           x x               x             not to another completion of the same prompt
 
+Linear attention (Limits.chunk) needs prompts that end at a multiple of CHUNK places, and groups of
+completions that begin at one. Then padding stands before prompts and between groups, too.
+
 Dimensions: B sequences of a batch, K completions per prompt. X rows of a micro-step over all
 devices, each with S places for prompt tokens, C for completion tokens and Q for sequences.
 T completion tokens, padded to MAX_LENGTH_SAMPLE; U ids of a support.
@@ -88,7 +91,7 @@ class Batch(NamedTuple):
         return np.repeat(lengths, self.completions_per_prompt())
 
     def prompt_tokens(self, prompt: int) -> int:
-        """The places of a prompt in a row: its tokens without the last one."""
+        """The tokens of a prompt in a row: all but the last one."""
         return len(self.prompts[prompt].ids) - 1
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -138,6 +141,7 @@ class Widths(NamedTuple):
     S: int  # places for prompt tokens in a row
     C: int  # places for completion tokens in a row
     Q: int  # places for sequences in a row
+    chunk: int = 1  # prompts end, and the completions of a prompt begin, at a multiple of it
 
 
 class Limits(NamedTuple):
@@ -149,14 +153,16 @@ class Limits(NamedTuple):
     max_length_sample: int  # T: the most tokens of a completion
     longest_prompt: int  # S of the run's longest prompt alone, padded
     unit: int = 1  # S and C are multiples of it, and it divides S_STEP
+    chunk: int = 1  # as in Widths; it divides unit
 
     def widest(self) -> Widths:
         """The widths of a row of `sequences` completions of T tokens with their prompts. A row of
         the run has at most S + C places, and at most C of them for completions; S may be larger."""
         prompts = self.sequences // prompt_share(self.completions, self.sequences)
-        sizes = prompts * self.longest_prompt, self.sequences * self.max_length_sample
-        S, C = (math.ceil(size / self.unit) * self.unit for size in sizes)
-        return Widths(S, C, Q=SHORT_SEQUENCES * self.sequences)
+        sizes = self.longest_prompt, self.sequences // prompts * self.max_length_sample
+        sizes = [prompts * next_multiple(size, self.chunk) for size in sizes]
+        S, C = (next_multiple(size, self.unit) for size in sizes)
+        return Widths(S, C, SHORT_SEQUENCES * self.sequences, self.chunk)
 
 
 def plan_rows(
@@ -175,12 +181,14 @@ def plan_rows(
         return [], widest
     for count, C in rows_to_try(batch.lengths[sequences], limits):
         most_S = widest.S + widest.C - C
-        rows = fill_rows(batch, sequences, count, Widths(most_S, C, widest.Q))
+        rows = fill_rows(batch, sequences, count, widest._replace(S=most_S, C=C))
         if rows is not None:
-            S = max(sum(map(batch.prompt_tokens, prompts_of(batch, row))) for row in rows)
+            S = max(
+                sum(prompt_places(batch, p, widest) for p in prompts_of(batch, row)) for row in rows
+            )
             steps = [rows[i : i + limits.shards] for i in range(0, count, limits.shards)]
             S = round_up(S, S_STEP * max(C // LONG_C, 1))
-            return steps, Widths(min(S, most_S), C, widest.Q)
+            return steps, widest._replace(S=min(S, most_S), C=C)
     raise AssertionError("rows of one sequence each are wide enough")
 
 
@@ -216,11 +224,13 @@ def fill_rows(
         completion_tokens = sum(lengths[i] for i in part)
         for row, free in zip(rows, free_places, strict=True):
             has_prompt = row and batch.prompt_of(row[-1]) == prompt
-            prompt_tokens = 0 if has_prompt else batch.prompt_tokens(prompt)
-            fits = prompt_tokens <= free[0] and completion_tokens <= free[1]
+            places = 0 if has_prompt else prompt_places(batch, prompt, widths)
+            # A group begins at a multiple of the chunk.
+            free_C = free[1] if has_prompt else free[1] // widths.chunk * widths.chunk
+            fits = places <= free[0] and completion_tokens <= free_C
             if fits and len(row) + len(part) <= widths.Q:
                 row += part
-                free[:] = free[0] - prompt_tokens, free[1] - completion_tokens
+                free[:] = free[0] - places, free_C - completion_tokens
                 return True
         return False
 
@@ -240,6 +250,16 @@ def round_up(n: int, step: int) -> int:
     return max(math.ceil(n / step), 1) * step
 
 
+def next_multiple(n: int, step: int) -> int:
+    """The smallest multiple of `step` that is at least `n`."""
+    return math.ceil(n / step) * step
+
+
+def prompt_places(batch: Batch, prompt: int, widths: Widths) -> int:
+    """The places of a prompt in a row, with the padding before it."""
+    return next_multiple(batch.prompt_tokens(prompt), widths.chunk)
+
+
 def prompts_of(batch: Batch, row: Sequence[int]) -> list[int]:
     """The indices of the prompts of a row, in the order in which the row holds them."""
     return sorted({batch.prompt_of(i) for i in row})
@@ -247,7 +267,7 @@ def prompts_of(batch: Batch, row: Sequence[int]) -> list[int]:
 
 def pack(batch: Batch, rows: Sequence[Sequence[int]], widths: Widths, pad_id: int) -> MicroBatch:
     """The NumPy arrays of these rows, as the picture shows them."""
-    (S, C, Q), X, T = widths, len(rows), batch.completion_ids.shape[1]
+    (S, C, Q, chunk), X, T = widths, len(rows), batch.completion_ids.shape[1]
     ids, positions = np.full((X, S + C), pad_id, np.int32), np.zeros((X, S + C), np.int32)
     prompt = np.full((X, S + C), -1, np.int32)
     start = np.tile(np.arange(S + C, dtype=np.int32), (X, 1))  # padding begins at itself
@@ -266,11 +286,14 @@ def pack(batch: Batch, rows: Sequence[Sequence[int]], widths: Widths, pad_id: in
     for x, row in enumerate(rows):
         at, prompts = 0, prompts_of(batch, row)
         for prompt_of_row, p in enumerate(prompts):
+            at += prompt_places(batch, p, widths) - batch.prompt_tokens(p)
             at = write(x, at, batch.prompts[p].ids[:-1], 0, prompt_of_row)
         at = S
         sequences[x, : len(row)] = row
         for j, i in enumerate(row):
             p, completion = batch.prompt_of(i), batch.completion_ids[i, : lengths[i]]
+            if p != batch.prompt_of(row[j - 1]):  # a group begins
+                at = next_multiple(at, chunk)
             span = slice(at - S, at - S + lengths[i])
             targets[x, span] = completion
             places[x, j, : lengths[i]] = np.arange(span.start, span.stop)

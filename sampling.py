@@ -25,6 +25,7 @@ from model.next_token import Sampling, draw_tokens, support_size
 from model.params import (
     Params,
     arrange_layers,
+    cast,
     combine_params,
     lm_head,
     param_shardings,
@@ -152,7 +153,7 @@ def sync_weights(compute: Compute) -> Callable[[Params], Params]:
     part = trainable_params if compute.shares_base else lambda params: params
 
     def copy(params: Params) -> Params:
-        params = jax.tree.map(lambda x: x.astype(compute.dtype), part(params))
+        params = cast(part(params), compute.dtype)
         return arrange_layers(params, compute.layer_loop, compute.dtype)
 
     shardings = param_shardings(compute.model, compute.layout.mesh, compute.layer_loop)
@@ -298,15 +299,15 @@ def begin(
         "done": earlier_tokens >= T,
         "outputs": outputs,
     }
-    empty = map_kv(lambda kv: kv.empty(B, width), prefix)
+    completion = map_kv(lambda kv: kv.begin_completions(B, width), prefix)
     return Decoding(
         t=jnp.int32(0),
         live=jnp.int32(B // layout.batch_shards),
         key=key,
         **_split_sequences(per_sequence, compute),
-        prompt=prefix,
+        prompt=map_kv(lambda kv: kv._replace(states=()), prefix),
         prompt_mask=prefix_mask,
-        completion=_split_sequences(empty, compute, _kv_axis(compute)),
+        completion=_split_sequences(completion, compute, _kv_axis(compute)),
     )
 
 

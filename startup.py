@@ -49,6 +49,7 @@ from loss import Objective
 from metrics import DRIFT_LEVELS
 from model import hf, lora, placement
 from model.layout import mesh_text
+from model.linear_attention import CHUNK
 from model.network import Compute
 from model.next_token import Sampling
 from model.params import ModelConfig, Params, combine_params
@@ -560,13 +561,15 @@ def eval_sampling_of(cfg: Config) -> Sampling:
 def learner_of(cfg: Config, sizes: Sizes, compute: Compute, S: int, pad_id: int) -> Learner:
     """The learner of a run. S: the padded tokens of its longest prompt but the last one."""
     shards, processes = compute.layout.batch_shards, sizes.global_batch // sizes.local_batch
+    chunk = CHUNK if compute.model.qwen35 else 1  # it divides LANES
     limits = Limits(
         shards=shards,
         sequences=sizes.micro_batch_size * processes // shards,
         completions=cfg.num_pre_q,
         max_length_sample=cfg.max_length_sample,
         longest_prompt=S,
-        unit=LANES if compute.attention_impl == "splash" else 1,
+        unit=LANES if compute.attention_impl == "splash" else chunk,
+        chunk=chunk,
     )
     return Learner(
         compute=compute,

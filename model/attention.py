@@ -10,13 +10,16 @@ heads, h head_dim.
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from model.layout import Layout, constrain_batch
 from model.logps import MASKED  # the score of a key that is not seen
+
+if TYPE_CHECKING:
+    from model.linear_attention import State
 
 ALL_POSITIONS = 2**30  # above every position: a window of this size hides nothing
 
@@ -30,18 +33,26 @@ class KV(NamedTuple):
 
     k: jax.Array  # [X, N, h, tokens], rotated; scores of a new token read it in this order
     v: jax.Array  # [X, N, tokens, h]
+    # In Qwen3.5 the State of each linear layer before this full layer; their first dimensions are
+    # those of k.
+    states: tuple["State", ...] = ()
 
-    def empty(self, num_sequences: int, tokens: int) -> "KV":
-        """Zeros for this number of sequences and tokens, with the other sizes of this KV."""
-        *stacked, _, N, h, _ = self.k.shape
+    def begin_completions(self, num_sequences: int, tokens: int) -> "KV":
+        """The KV of completions before their first token: zeros for this number of sequences and
+        tokens, and copies of the states of their prompts, which this KV has."""
+        *stacked, P, N, h, _ = self.k.shape
         k = jnp.zeros((*stacked, num_sequences, N, h, tokens), self.k.dtype)
-        return KV(k, jnp.zeros((*stacked, num_sequences, N, tokens, h), self.v.dtype))
+        v = jnp.zeros((*stacked, num_sequences, N, tokens, h), self.v.dtype)
+        share = num_sequences // P
+        copies = jax.tree.map(lambda x: jnp.repeat(x, share, axis=len(stacked)), self.states)
+        return KV(k, v, copies)
 
     def widen(self, tokens: int) -> "KV":
         """This KV, padded with zeros to `tokens` tokens."""
         pad = [(0, 0)] * self.k.ndim
         pad[-1] = 0, tokens - self.k.shape[-1]
-        return KV(jnp.pad(self.k, pad), jnp.pad(self.v, [*pad[:-2], pad[-1], pad[-2]]))
+        v = jnp.pad(self.v, [*pad[:-2], pad[-1], pad[-2]])
+        return self._replace(k=jnp.pad(self.k, pad), v=v)
 
 
 def map_kv(change: Callable[[KV], KV], kvs: Any) -> Any:
@@ -58,13 +69,15 @@ def select_layer(layers: Any, i: int | jax.Array) -> Any:
 
 def write_token(kvs: Any, i: int | jax.Array, new: KV, place: jax.Array) -> Any:
     """The KV of all layers, stacked or in a tuple, with the keys and values of one token, `new`,
-    written to this place of layer i."""
+    written to this place of layer i, and with its states in place of the old ones."""
     if type(kvs) is tuple:
         k = jax.lax.dynamic_update_slice(kvs[i].k, new.k, (0, 0, 0, place))
         v = jax.lax.dynamic_update_slice(kvs[i].v, new.v, (0, 0, place, 0))
-        return (*kvs[:i], KV(k, v), *kvs[i + 1 :])
+        return (*kvs[:i], KV(k, v, new.states), *kvs[i + 1 :])
     k = jax.lax.dynamic_update_slice(kvs.k, new.k[None], (i, 0, 0, 0, place))
-    return KV(k, jax.lax.dynamic_update_slice(kvs.v, new.v[None], (i, 0, 0, place, 0)))
+    v = jax.lax.dynamic_update_slice(kvs.v, new.v[None], (i, 0, 0, place, 0))
+    write = functools.partial(jax.lax.dynamic_update_index_in_dim, index=i, axis=0)
+    return KV(k, v, jax.tree.map(write, kvs.states, new.states))
 
 
 class Cache(NamedTuple):

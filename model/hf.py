@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from model.params import (
     Leaf,
     ModelConfig,
     Params,
+    Qwen35,
     is_unrolled,
     param_table,
     trainable_params,
@@ -40,9 +41,13 @@ TEMPLATES = "additional_chat_templates"  # a folder with named chat templates, s
 MORE_TOKENS = 16
 MARKERS = ("config.json", "adapter_config.json")  # of a complete folder: a model, or adapters
 EXPORTED = "exported_from.json"  # marks an exported model, which a later export may replace
-# Prefixes of tensors in the files of a Gemma 3 that also sees images.
-OF_TEXT, OF_IMAGES = "language_model.", ("vision_tower.", "multi_modal_projector.")
-LOCAL, GLOBAL = "sliding_attention", "full_attention"  # the types of layers in config.json
+# In files of a model that also sees images a part of the names of text tensors, and prefixes of the
+# tensors that are not read: of images, and of Qwen3.5's prediction of several tokens (MTP).
+OF_TEXT = "language_model."
+NOT_READ = ("vision_tower.", "multi_modal_projector.", "model.visual.", "mtp.")
+# model_type of a model that also sees images -> the architecture of its text part alone
+TEXT_PARTS = {"gemma3": "Gemma3ForCausalLM", "qwen3_5": "Qwen3_5ForCausalLM"}
+LOCAL, LINEAR, GLOBAL = "sliding_attention", "linear_attention", "full_attention"  # types of layers
 # Keys of config.json with the only value that is supported, which is also the default.
 ONLY = {
     "hidden_act": "silu",
@@ -53,6 +58,7 @@ ONLY = {
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
     "use_bidirectional_attention": False,
+    "attn_output_gate": True,  # of Qwen3.5
 }
 # Keys that a config.json must have, though transformers has defaults: some for Gemma 3, of which
 # large models leave out the others, and some for the other families.
@@ -122,8 +128,9 @@ def read_config(folder: Path) -> ModelConfig:
 
     model_type = values.get("model_type")
     is_gemma = model_type == "gemma3_text"
-    known = is_gemma or model_type in ("qwen2", "qwen3", "llama")
-    need(known, "model_type", "qwen2, qwen3, llama, gemma3_text or gemma3")
+    is_qwen35 = model_type == "qwen3_5_text"
+    known = is_gemma or is_qwen35 or model_type in ("qwen2", "qwen3", "llama")
+    need(known, "model_type", "qwen2, qwen3, llama, gemma3_text, gemma3 or qwen3_5")
     for key, value in ONLY.items():
         # Qwen2 always has the three biases. Every release of Qwen3 and Llama has false in this key.
         if (model_type, key) != ("qwen2", "attention_bias"):
@@ -138,7 +145,7 @@ def read_config(folder: Path) -> ModelConfig:
     with reading(f"{path} cannot be read"):
         # Without the folder none of its code can run. transformers changes the values that it gets.
         config = AutoConfig.for_model(**copy.deepcopy(values))
-    rope, gemma3, llama3 = config.rope_parameters, None, None
+    rope, gemma3, qwen35, llama3 = config.rope_parameters, None, None, None
     if is_gemma:
         local_rope, rope = rope[LOCAL], rope[GLOBAL]
         is_default = local_rope["rope_type"] == "default"
@@ -152,10 +159,16 @@ def read_config(folder: Path) -> ModelConfig:
             local_layers=tuple(layer_type == LOCAL for layer_type in config.layer_types),
             sees_images="text_config" in file_values,
         )
+    if is_qwen35:
+        need(
+            values.get("output_gate_type", "swish") in ("swish", "silu"), "output_gate_type", "silu"
+        )
+        qwen35 = _qwen35(config, need)
     # transformers 5 writes rope_parameters, and earlier versions wrote rope_scaling.
     key = "rope_scaling" if "rope_scaling" in values else "rope_parameters"
     scaled = "linear" if is_gemma else "llama3"
-    need(rope["rope_type"] in ("default", scaled), key, f"rope_type default or {scaled}")
+    types = ("default",) if is_qwen35 else ("default", scaled)
+    need(rope["rope_type"] in types, key, f"rope_type {' or '.join(types)}")
     if rope["rope_type"] == "llama3":
         if "original_max_position_embeddings" not in values[key]:  # transformers would guess it
             raise UserMistake(f"{path}: {key} has no 'original_max_position_embeddings'")
@@ -175,9 +188,33 @@ def read_config(folder: Path) -> ModelConfig:
         rope_llama3=llama3,
         tied=config.tie_word_embeddings,
         qkv_bias=model_type == "qwen2",
-        qk_norm=model_type == "qwen3" or is_gemma,
+        qk_norm=model_type == "qwen3" or is_gemma or is_qwen35,
         max_positions=config.max_position_embeddings,
         gemma3=gemma3,
+        qwen35=qwen35,
+    )
+
+
+def _qwen35(config: Any, need: Callable[[bool, str, str], None]) -> Qwen35:
+    """The part of a ModelConfig of transformers' config of a Qwen3.5. need: see read_config."""
+    types, h = config.layer_types, config.head_dim
+    group = types[: types.index(GLOBAL) + 1] if GLOBAL in types else types
+    groups = f"one number of {LINEAR} layers before each {GLOBAL} layer"
+    is_periodic = GLOBAL in types and types == group * (len(types) // len(group))
+    need(is_periodic and {*group[:-1]} == {LINEAR}, "layer_types", groups)
+    key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
+    need(value_heads % key_heads == 0, "linear_num_value_heads", f"a multiple of {key_heads}")
+    rotated = h * config.rope_parameters.get("partial_rotary_factor", 1)
+    is_even = 0 < rotated <= h and rotated % 2 == 0
+    need(is_even, "rope_parameters", "a partial_rotary_factor that rotates pairs of head_dim")
+    return Qwen35(
+        linear_layers=len(group) - 1,
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=config.linear_key_head_dim,
+        value_dim=config.linear_value_head_dim,
+        taps=config.linear_conv_kernel_dim,
+        rotated=int(rotated),
     )
 
 
@@ -191,11 +228,13 @@ def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_text(values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a config.json; of a Gemma 3 that also sees images, those of its language model,
+    """The values of a config.json; of a model that also sees images, those of its language model,
     which transformers can open alone."""
-    if values.get("model_type") != "gemma3":
+    if values.get("model_type") not in TEXT_PARTS:
         return values
-    return values.get("text_config", {}) | {"architectures": ["Gemma3ForCausalLM"]}
+    architecture = {"architectures": [TEXT_PARTS[values["model_type"]]]}
+    tied = {key: values[key] for key in ("tie_word_embeddings",) if key in values}
+    return tied | values.get("text_config", {}) | architecture
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -238,10 +277,10 @@ def load_params(
             pairs = zip(index, leaf.shape, strict=True)
             index = tuple(slice(*part.indices(size)[:2]) for part, size in pairs)
             if "{}" not in leaf.name:
-                return slice_of(leaf.name, index).astype(dtype)
-            numbers = range(leaf.shape[0])[index[0]]
+                return slice_of(leaf.name, index).astype(leaf.dtype(dtype))
+            numbers = leaf.layers[index[0]]
             layers = [slice_of(leaf.name.format(i), index[1:]) for i in numbers]
-            return np.stack(layers).astype(dtype)
+            return np.stack(layers).astype(leaf.dtype(dtype))
 
         sharding = NamedSharding(mesh, PartitionSpec(*leaf.axes))
         array = jax.make_array_from_callback(leaf.shape, sharding, shard)
@@ -252,20 +291,21 @@ def load_params(
         return jax.tree.map(read, table)
 
 
-def hf_tensors(params: Params, model: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
-    """The (name, array) pairs of a Hugging Face checkpoint, in the dtype of params, which are a
-    model without adapters, or only adapters; these get the names of PEFT.
+def hf_tensors(
+    params: Params, model: ModelConfig, dtype: DTypeLike | None = None
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The (name, array) pairs of a Hugging Face checkpoint, in this dtype or that of params, which
+    are a model without adapters, or only adapters; these get the names of PEFT.
 
     Only one tensor at a time is gathered on the host. All processes have to take all tensors.
     """
     table = param_table(model, "unroll" if is_unrolled(params.layers) else "scan")
     leaves = jax.tree.leaves(_without_or_only_adapters(table, bool(params.adapters)))
     for leaf, array in zip(leaves, jax.tree.leaves(params), strict=True):
-        stacked = "{}" in leaf.name
-        for i in range(leaf.shape[0] if stacked else 1):
-            tensor = gather_to_host(array[i] if stacked else array)
+        for i, number in enumerate(leaf.layers or [0]):
+            tensor = gather_to_host(array[i] if leaf.layers else array)
             tensor = np.ascontiguousarray(tensor.T if leaf.transposed else tensor)
-            yield leaf.name.format(i), tensor
+            yield leaf.name.format(number), tensor.astype(leaf.dtype(dtype or tensor.dtype))
 
 
 def _without_or_only_adapters(table: Params, only_adapters: bool) -> Params:
@@ -302,10 +342,10 @@ def save_model(
     # A file is written as soon as it has all its tensors, so that the host holds few of them.
     pending: dict[str, dict[str, np.ndarray]] = {name: {} for name in split.filename_to_tensors}
     with progress_bar("exporting the model", len(split.tensor_to_filename), "tensors") as bar:
-        for name, array in hf_tensors(params, model):
+        for name, array in hf_tensors(params, model, dtype):
             if writes:
                 file = split.tensor_to_filename[name]
-                pending[file][name] = array.astype(dtype)
+                pending[file][name] = array
                 if len(pending[file]) == len(split.filename_to_tensors[file]):
                     save_tensors(pending.pop(file), folder / file)
             bar.update()
@@ -367,8 +407,8 @@ def _tensor_shapes(table: Params) -> dict[str, list[int]]:
     """The shape of every tensor of a Hugging Face checkpoint, by name."""
     shapes = {}
     for leaf in jax.tree.leaves(table):
-        L, shape = (leaf.shape[0], leaf.shape[1:]) if "{}" in leaf.name else (1, leaf.shape)
-        for i in range(L):
+        shape = leaf.shape[1:] if leaf.layers else leaf.shape
+        for i in leaf.layers or [0]:
             shapes[leaf.name.format(i)] = list(shape[::-1] if leaf.transposed else shape)
     return shapes
 
@@ -386,8 +426,8 @@ def open_tensors(folder: Path, table: Params) -> dict[str, Any]:
         _raise_if_without(folder, name, "weights are read as safetensors")
         with reading(f"{folder / name} is not a complete safetensors file"):
             handle = safe_open(folder / name, framework="numpy")
-        keys = [key for key in handle.keys() if not key.startswith(OF_IMAGES)]  # noqa: SIM118
-        tensors |= {key.removeprefix(OF_TEXT): handle.get_slice(key) for key in keys}
+        keys = [key for key in handle.keys() if not key.startswith(NOT_READ)]  # noqa: SIM118
+        tensors |= {key.replace(OF_TEXT, "", 1): handle.get_slice(key) for key in keys}
     known = {"F64", "F32", "F16", "BF16", "I64", "BOOL"}  # the last two are of buffers
     if others := {tensor.get_dtype() for tensor in tensors.values()} - known:
         formats = ", ".join(sorted(others))

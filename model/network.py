@@ -1,5 +1,5 @@
-"""The forward of Qwen2/Qwen2.5, Qwen3 (dense), Llama 3 and Gemma 3 (text) in its three uses:
-prefill, decode and training.
+"""The forward of Qwen2/Qwen2.5, Qwen3, Qwen3.5 (dense, text), Llama 3 and Gemma 3 (text) in its
+three uses: prefill, decode and training.
 
 In all three the last token of the prompt is fed together with the completion. Prefill therefore
 computes only keys and values, and the hidden state of token i predicts completion token i:
@@ -11,11 +11,17 @@ computes only keys and values, and the hidden state of token i predicts completi
 
 A training input is a row of such prompts and completions, end to end (rows.py).
 
+The layer loop takes layers in groups: a full layer, and in Qwen3.5 the linear layers before it,
+which have a state instead of keys and values (linear_attention.py).
+
 Dimensions: X rows of t tokens: packed rows, or the P prompts of S tokens in prefill; B sequences in
 decode, V vocabulary, D model, F feed-forward, L layers, H query heads, N kv heads, h head_dim.
 """
 
+import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -34,7 +40,23 @@ from model.attention import (
 )
 from model.blocks import block_attention
 from model.layout import TRAIN_BATCH_AXES, Layout, constrain, gather_fsdp
-from model.params import Layers, Leaf, Lora, ModelConfig, Params, inverse_frequencies, param_table
+from model.linear_attention import (
+    State,
+    gated_norm,
+    gates,
+    linear_attention,
+    linear_attention_token,
+)
+from model.params import (
+    Layers,
+    Leaf,
+    LinearLayers,
+    Lora,
+    ModelConfig,
+    Params,
+    inverse_frequencies,
+    param_table,
+)
 from model.splash import splash_attention
 
 if TYPE_CHECKING:
@@ -83,7 +105,7 @@ def forward(
     Returns hidden [X, t, D] in compute.dtype, and the KV of all layers: stacked like params.layers,
     or a tuple of layers.
     """
-    layout, model = compute.layout, compute.model
+    layout, model, num_rows = compute.layout, compute.model, len(ids)
     rotary = _rotary(model, positions)
     attend = attention if ids.shape[1] <= SHORT_TOKENS else block_attention
     attend = splash_attention if compute.attention_impl == "splash" else attend
@@ -93,23 +115,41 @@ def forward(
     ) -> tuple[jax.Array, KV]:
         w, local = w_and_local
         w = _cast_and_gather(w, compute)
-        q, kv = _qkv(x, w, compute, _rotary_of_layer(rotary, local))
+        q, kv, gate = _qkv(x, w, compute, _rotary_of_layer(rotary, local))
         window = _window(model, local)
         visible = rows if window is None else rows.with_window(positions, window)
         out = attend(q, kv, visible, layout)
-        return _after_attention(x, out, w, compute), kv
+        return _after_attention(x, out, w, compute, gate), kv
+
+    def linear_layer(x: jax.Array, w: LayerWeights) -> tuple[jax.Array, State]:
+        attend = functools.partial(linear_attention, rows=rows, layout=layout)
+        return _linear_layer(x, w, compute, num_rows, attend)
 
     if compute.remat != "none":
         saved = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
-        layer = jax.checkpoint(layer, policy=saved[compute.remat], prevent_cse=False)  # in a scan
+        # They are in a scan.
+        again = functools.partial(jax.checkpoint, policy=saved[compute.remat], prevent_cse=False)
+        layer, linear_layer = again(layer), again(linear_layer)
+
+    def group(
+        x: jax.Array, w_and_local: tuple[LayerWeights, jax.Array | None]
+    ) -> tuple[jax.Array, KV]:
+        w, local = w_and_local
+        (*linear, full), states = w.layers_of_group(), []
+        for w in linear:
+            x, state = linear_layer(x, w)
+            states.append(state)
+        x, kv = layer(x, (full, local))
+        return x, kv._replace(states=tuple(states))
+
     x = _embed(params.embed, ids, compute)  # [X*t, D]
     kvs: KV | tuple[KV, ...] = ()
     if isinstance(params.layers, Layers):
         weights = LayerWeights(params.layers, params.adapters)
-        x, kvs = jax.lax.scan(layer, x, (weights, _local(model)))
+        x, kvs = jax.lax.scan(group, x, (weights, _local(model)))
     else:
-        for i in range(model.num_layers):
-            x, kv = layer(x, (_weights_of_layer(params, i), _local(model, i)))
+        for i in range(model.num_groups):
+            x, kv = group(x, (_weights_of_group(params, i), _local(model, i)))
             kvs = (*kvs, kv)
     return _rms_norm(x, params.final_norm, model).reshape(*ids.shape, -1), kvs
 
@@ -125,24 +165,30 @@ def forward_token(
     """
     rotary = _rotary(compute.model, position[:, None])
 
-    def layer(i: int | jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+    def group(i: int | jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         x, completion = carry
-        w, local = _cast_and_gather(_weights_of_layer(params, i), compute), _local(compute.model, i)
-        q, kv = _qkv(x, w, compute, _rotary_of_layer(rotary, local))
+        (*linear, w), states = _weights_of_group(params, i).layers_of_group(), []
+        for w_linear, state in zip(linear, select_layer(completion, i).states, strict=True):
+            attend = functools.partial(linear_attention_token, state=state)
+            x, state = _linear_layer(x, w_linear, compute, len(x), attend)
+            states.append(state)
+        w, local = _cast_and_gather(w, compute), _local(compute.model, i)
+        q, kv, gate = _qkv(x, w, compute, _rotary_of_layer(rotary, local))
+        kv = kv._replace(states=tuple(states))
         completion = write_token(completion, i, kv, cache.place)
         layer_cache = cache._replace(
             prompt=select_layer(cache.prompt, i), completion=select_layer(completion, i)
         )
         out = cached_attention(q, layer_cache, compute.layout, _window(compute.model, local))
-        return _after_attention(x, out, w, compute), completion
+        return _after_attention(x, out, w, compute, gate), completion
 
     carry = _embed(params.embed, token[:, None], compute), cache.completion
     if isinstance(params.layers, Layers):
         # A loop updates its carry in place; inputs and outputs of a scan would be copied.
-        carry = jax.lax.fori_loop(0, compute.model.num_layers, layer, carry)
+        carry = jax.lax.fori_loop(0, compute.model.num_groups, group, carry)
     else:
-        for i in range(compute.model.num_layers):
-            carry = layer(i, carry)
+        for i in range(compute.model.num_groups):
+            carry = group(i, carry)
     x, completion = carry
     return _rms_norm(x, params.final_norm, compute.model), completion
 
@@ -168,10 +214,10 @@ def _embed(embed: jax.Array, ids: jax.Array, compute: Compute) -> jax.Array:
 
 
 class LayerWeights(NamedTuple):
-    """The weights of a layer, or of all layers, stacked."""
+    """The weights of a layer or a group, or of all groups, stacked."""
 
-    base: Layers
-    adapters: Layers | None  # an Adapter for each adapted matrix; None: without LoRA
+    base: Any  # Layers or LinearLayers
+    adapters: Any  # an Adapter for each adapted matrix; None: no LoRA
 
     def linear(self, x: jax.Array, name: str, lora: Lora | None) -> jax.Array:
         """x W for the matrix W of this name, plus the product with its adapter."""
@@ -181,24 +227,59 @@ class LayerWeights(NamedTuple):
         a, b = getattr(self.adapters, name)
         return y + (x @ a * lora.scale) @ b
 
+    def layers_of_group(self) -> "list[LayerWeights]":
+        """The linear layers of the group, and then its full layer."""
 
-def _weights_of_layer(params: Params, i: int | jax.Array) -> LayerWeights:
+        def split(layers: Any) -> list[Any]:
+            return [*layers.linear, dataclasses.replace(layers, linear=())]
+
+        base = split(self.base)
+        adapters = split(self.adapters) if self.adapters else [None] * len(base)
+        return [LayerWeights(*pair) for pair in zip(base, adapters, strict=True)]
+
+
+def _weights_of_group(params: Params, i: int | jax.Array) -> LayerWeights:
     return LayerWeights(select_layer(params.layers, i), select_layer(params.adapters, i))
 
 
 def _cast_and_gather(w: LayerWeights, compute: Compute) -> LayerWeights:
     """The weights of a layer in compute.dtype, gathered over fsdp."""
     table = param_table(compute.model)
+    *linear, leaves = LayerWeights(table.layers, table.adapters).layers_of_group()
+    leaves = linear[0] if isinstance(w.base, LinearLayers) else leaves
 
     def usable(x: jax.Array, leaf: Leaf) -> jax.Array:
-        return gather_fsdp(x.astype(compute.dtype), leaf.axes[1:], compute.layout)
+        return gather_fsdp(x.astype(leaf.dtype(compute.dtype)), leaf.axes[1:], compute.layout)
 
-    adapters = jax.tree.map(usable, w.adapters, table.adapters)
-    return LayerWeights(jax.tree.map(usable, w.base, table.layers), adapters)
+    adapters = jax.tree.map(usable, w.adapters, leaves.adapters)
+    return LayerWeights(jax.tree.map(usable, w.base, leaves.base), adapters)
 
 
-def _qkv(x: jax.Array, w: LayerWeights, compute: Compute, rotary: Rotary) -> tuple[jax.Array, KV]:
-    """Rotated queries [X, t, H, h], and the KV, of the input [X*t, D] of a layer."""
+def _linear_layer(
+    x: jax.Array, w: LayerWeights, compute: Compute, X: int, attend: Callable[..., Any]
+) -> tuple[jax.Array, State]:
+    """The output [X*t, D] and the State of a linear layer. x: its input [X*t, D]. attend:
+    linear_attention or linear_attention_token, of their first arguments alone."""
+    model, layout, w = compute.model, compute.layout, _cast_and_gather(w, compute)
+    base = w.base
+    y = _rms_norm(x, base.attn_norm, model)
+
+    def project(name: str) -> jax.Array:
+        z = w.linear(y, name, model.lora)
+        z = constrain(z, layout, TRAIN_BATCH_AXES, "tp").reshape(X, -1, z.shape[-1])
+        return constrain(z, layout, layout.batch_axes) if "tp" in layout.batch_axes else z
+
+    g, beta = gates(project("in_a"), project("in_b"), base.a_log, base.dt_bias)
+    out, state = attend(project("in_qkv"), g, beta, base.taps[:, 0], model.qwen35)
+    out = gated_norm(out, project("in_z"), base.out_norm, model.rms_norm_eps)
+    return _after_attention(x, out, w, compute), state
+
+
+def _qkv(
+    x: jax.Array, w: LayerWeights, compute: Compute, rotary: Rotary
+) -> tuple[jax.Array, KV, jax.Array | None]:
+    """Rotated queries [X, t, H, h], the KV, and in Qwen3.5 the gate [X, t, H, h] of attention, of
+    the input [X*t, D] of a layer."""
     model, layout = compute.model, compute.layout
     X, t = rotary[0].shape[:2]
     base = w.base
@@ -214,28 +295,39 @@ def _qkv(x: jax.Array, w: LayerWeights, compute: Compute, rotary: Rotary) -> tup
             z = constrain(z, layout, layout.batch_axes)
         return z if norm is None else _rms_norm(z, norm, model)
 
-    q = _rotate(heads("wq", base.bq, base.q_norm, model.num_heads), rotary)
+    gate = None
+    if model.qwen35:  # each head of queries is followed by its gate
+        q = heads("wq", None, None, 2 * model.num_heads)
+        q, gate = jnp.split(q.reshape(X, t, model.num_heads, -1), 2, axis=-1)
+        q = _rotate(_rms_norm(q, base.q_norm, model), rotary)
+    else:
+        q = _rotate(heads("wq", base.bq, base.q_norm, model.num_heads), rotary)
     if model.gemma3:  # attention divides by sqrt(h)
         q = q * math.sqrt(model.head_dim / model.gemma3.query_scalar)
     k = _rotate(heads("wk", base.bk, base.k_norm, model.num_kv_heads), rotary)
     v = heads("wv", base.bv, None, model.num_kv_heads)
-    return q, KV(k.transpose(0, 2, 3, 1), v.swapaxes(1, 2))
+    return q, KV(k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)), gate
 
 
-def _after_attention(x: jax.Array, out: jax.Array, w: LayerWeights, compute: Compute) -> jax.Array:
-    """The output [X*t, D] of a layer. x: its input [X*t, D]. out: of its attention, [X, t, H*h]."""
+def _after_attention(
+    x: jax.Array, out: jax.Array, w: LayerWeights, compute: Compute, gate: jax.Array | None = None
+) -> jax.Array:
+    """The output [X*t, D] of a layer. x: its input [X*t, D]. out: of its attention, [X, t, H*h].
+    gate: from _qkv."""
     layout, model, lora = compute.layout, compute.model, compute.model.lora
 
-    def normed(y: jax.Array, scale: jax.Array | None) -> jax.Array:
-        return y if scale is None else _rms_norm(y, scale, model)
+    def normed(y: jax.Array, name: str) -> jax.Array:
+        return _rms_norm(y, getattr(w.base, name), model) if model.gemma3 else y
 
+    if gate is not None:
+        out = out * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(out.dtype).reshape(out.shape)
     out = constrain(out.reshape(len(x), -1), layout, TRAIN_BATCH_AXES, "tp")
     y = constrain(w.linear(out, "wo", lora), layout, TRAIN_BATCH_AXES)
-    x = x + normed(y, w.base.attn_post_norm)
+    x = x + normed(y, "attn_post_norm")
     y = _rms_norm(x, w.base.mlp_norm, model)
     y = _activation(w.linear(y, "gate", lora), model) * w.linear(y, "up", lora)  # [X*t, F]
     y = constrain(w.linear(y, "down", lora), layout, TRAIN_BATCH_AXES)
-    return x + normed(y, w.base.mlp_post_norm)
+    return x + normed(y, "mlp_post_norm")
 
 
 def _activation(x: jax.Array, model: ModelConfig) -> jax.Array:
@@ -248,7 +340,9 @@ def _activation(x: jax.Array, model: ModelConfig) -> jax.Array:
 def _rms_norm(x: jax.Array, scale: jax.Array, model: ModelConfig) -> jax.Array:
     x32 = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + model.rms_norm_eps)
-    if model.gemma3:  # the scale is rounded first, so that training and rollout have the same
+    if (
+        model.norms_add_one
+    ):  # the scale is rounded first, so that training and rollout have the same
         return (x32 * inverse * (1 + scale.astype(x.dtype).astype(jnp.float32))).astype(x.dtype)
     return (x32 * inverse).astype(x.dtype) * scale.astype(x.dtype)
 
@@ -258,7 +352,7 @@ def _rms_norm(x: jax.Array, scale: jax.Array, model: ModelConfig) -> jax.Array:
 
 def _rotary(model: ModelConfig, positions: jax.Array) -> Rotary:
     """cos and sin [X, t, 1, h/2] float32 of positions [X, t]; of Gemma 3 [2, X, t, 1, h/2], for
-    global and for local layers."""
+    global and for local layers; of Qwen3.5 fewer than h/2."""
     angles = positions[:, :, None, None].astype(jnp.float32) * inverse_frequencies(model)
     return jnp.cos(angles), jnp.sin(angles)
 
@@ -269,10 +363,12 @@ def _rotary_of_layer(rotary: Rotary, local: jax.Array | None) -> Rotary:
 
 
 def _rotate(x: jax.Array, rotary: Rotary) -> jax.Array:
-    """x [X, t, heads, h] with its halves (not pairs) rotated, as Hugging Face's weights need it."""
+    """x [X, t, heads, h] with its halves (not pairs) rotated, as Hugging Face's weights need it. In
+    Qwen3.5 these are the halves of the first numbers of h."""
     cos, sin = rotary
-    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+    half = cos.shape[-1]
+    left, right, rest = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)
+    rotated = jnp.concatenate([left * cos - right * sin, right * cos + left * sin, rest], axis=-1)
     return rotated.astype(x.dtype)
 
 

@@ -49,6 +49,20 @@ class Gemma3(NamedTuple):
     sees_images: bool = False  # the folder also has a vision tower, which is not read
 
 
+class Qwen35(NamedTuple):
+    """The part of a ModelConfig that only Qwen3.5 has. Its layers come in groups: linear layers
+    (linear_attention.py), then a full one, whose output is multiplied by the sigmoid of a gate.
+    Full layers rotate a part of each head. Norms multiply by 1 + scale."""
+
+    linear_layers: int  # of a group
+    key_heads: int
+    value_heads: int
+    key_dim: int  # numbers of a key head
+    value_dim: int
+    taps: int  # of the convolution
+    rotated: int  # numbers of a head of full layers that are rotated, the first ones
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     vocab_size: int  # V
@@ -67,12 +81,25 @@ class ModelConfig:
     max_positions: int  # tokens
     lora: Lora | None = None  # None: training changes all weights
     gemma3: Gemma3 | None = None  # None: the model is of another family
+    qwen35: Qwen35 | None = None  # None: the model is of another family
+
+    @property
+    def num_groups(self) -> int:
+        """The groups of layers, which the layer loop takes one by one. Except in Qwen3.5 a group is
+        a single layer."""
+        return self.num_layers // (1 + self.qwen35.linear_layers if self.qwen35 else 1)
+
+    @property
+    def norms_add_one(self) -> bool:
+        """Whether norms multiply by 1 + scale."""
+        return self.gemma3 is not None or self.qwen35 is not None
 
 
 @flax.struct.dataclass
 class Layers:
     """The weights of all layers, stacked along a first dimension L, or the weights of one layer. An
-    array that a model family does not have is None."""
+    array that a layer does not have is None. In Qwen3.5 these are the full layers, and each of
+    `linear` has the linear layers at one place of the groups."""
 
     attn_norm: Any
     wq: Any
@@ -90,6 +117,42 @@ class Layers:
     up: Any
     down: Any
     mlp_post_norm: Any
+    linear: tuple["LinearLayers", ...] = ()
+
+
+@flax.struct.dataclass
+class LinearLayers:
+    """As Layers, for linear layers."""
+
+    attn_norm: Any
+    in_qkv: Any  # like the next three, a projection of the input
+    in_z: Any
+    in_b: Any
+    in_a: Any
+    taps: Any
+    a_log: Any
+    dt_bias: Any
+    out_norm: Any
+    wo: Any
+    mlp_norm: Any
+    gate: Any
+    up: Any
+    down: Any
+
+
+# Fields that are float32 in each copy of the weights, as they are in files of Qwen3.5, and the
+# kinds of their leaves.
+KEPT_FLOAT32 = ("a_log", "out_norm")
+
+
+def cast(weights: Any, dtype: DTypeLike) -> Any:
+    """The arrays of a part of Params in this dtype, but for KEPT_FLOAT32."""
+
+    def cast_array(path: Any, x: jax.Array) -> jax.Array:
+        is_kept = getattr(path[-1], "name", "") in KEPT_FLOAT32
+        return x.astype(jnp.float32 if is_kept else dtype)
+
+    return jax.tree_util.tree_map_with_path(cast_array, weights)
 
 
 class Adapter(NamedTuple):
@@ -122,12 +185,19 @@ class Leaf:
     axes: tuple[Axis, ...]  # of each dimension
     name: str  # in a Hugging Face file; {} stands for the layer's number
     transposed: bool = False  # the file holds [out, in], Params hold [in, out]
-    kind: str = "matrix"  # or norm, bias, A, B; it decides on initialization and weight decay
+    # Or norm, bias, A, B, taps, a_log, dt_bias or out_norm; it decides on initialization, weight
+    # decay and dtype.
+    kind: str = "matrix"
+    layers: range = range(0)  # the numbers of the layers along the first dimension, if it has them
+
+    def dtype(self, dtype: DTypeLike) -> DTypeLike:
+        """The dtype of the array in a copy of the weights in this dtype."""
+        return jnp.float32 if self.kind in KEPT_FLOAT32 else dtype
 
 
 def param_table(model: ModelConfig, layer_loop: str = "scan") -> Params:
     """A Params of Leaf, with stacked layers for "scan" or a tuple of layers for "unroll"."""
-    V, D, L = model.vocab_size, model.hidden_size, model.num_layers
+    V, D = model.vocab_size, model.hidden_size
     layers = _layer_table(model)
     adapters = _adapter_table(layers, model, model.lora) if model.lora else None
     table = Params(
@@ -139,18 +209,19 @@ def param_table(model: ModelConfig, layer_loop: str = "scan") -> Params:
     )
     if layer_loop == "scan":
         return table
+    groups = range(model.num_groups)
     return dataclasses.replace(
         table,
-        layers=tuple(_leaves_of_layer(layers, i) for i in range(L)),
-        adapters=tuple(_leaves_of_layer(adapters, i) for i in range(L)) if adapters else None,
+        layers=tuple(_leaves_of_group(layers, i) for i in groups),
+        adapters=tuple(_leaves_of_group(adapters, i) for i in groups) if adapters else None,
     )
 
 
 def _layer_table(model: ModelConfig) -> Layers:
-    L, D, F, h = model.num_layers, model.hidden_size, model.intermediate_size, model.head_dim
+    L, D, h = model.num_groups, model.hidden_size, model.head_dim
     query_width, kv_width = model.num_heads * h, model.num_kv_heads * h
     block = "model.layers.{}."
-    attn, mlp = block + "self_attn.", block + "mlp."
+    attn = block + "self_attn."
 
     def bias(width: int, name: str) -> Leaf | None:
         leaf = Leaf((L, width), (None, "tp"), attn + name, kind="bias")
@@ -162,12 +233,13 @@ def _layer_table(model: ModelConfig) -> Layers:
     gemma, after_attention = model.gemma3 is not None, block + "post_attention_layernorm.weight"
     # In the other families this is the name of the norm before the feed-forward.
     before_mlp = block + "pre_feedforward_layernorm.weight" if gemma else after_attention
-    return Layers(
+    gates = 2 if model.qwen35 else 1  # each head of queries is followed by its gate
+    layers = Layers(
         attn_norm=norm(D, block + "input_layernorm.weight"),
-        wq=Leaf((L, D, query_width), (None, "fsdp", "tp"), attn + "q_proj.weight", True),
-        wk=Leaf((L, D, kv_width), (None, "fsdp", "tp"), attn + "k_proj.weight", True),
-        wv=Leaf((L, D, kv_width), (None, "fsdp", "tp"), attn + "v_proj.weight", True),
-        wo=Leaf((L, query_width, D), (None, ("tp", "fsdp"), None), attn + "o_proj.weight", True),
+        wq=_split_out(L, D, gates * query_width, attn + "q_proj"),
+        wk=_split_out(L, D, kv_width, attn + "k_proj"),
+        wv=_split_out(L, D, kv_width, attn + "v_proj"),
+        wo=_split_in(L, query_width, D, attn + "o_proj"),
         bq=bias(query_width, "q_proj.bias"),
         bk=bias(kv_width, "k_proj.bias"),
         bv=bias(kv_width, "v_proj.bias"),
@@ -175,11 +247,70 @@ def _layer_table(model: ModelConfig) -> Layers:
         k_norm=norm(h, attn + "k_norm.weight") if model.qk_norm else None,
         attn_post_norm=norm(D, after_attention) if gemma else None,
         mlp_norm=norm(D, before_mlp),
-        gate=Leaf((L, D, F), (None, "fsdp", "tp"), mlp + "gate_proj.weight", True),
-        up=Leaf((L, D, F), (None, "fsdp", "tp"), mlp + "up_proj.weight", True),
-        down=Leaf((L, F, D), (None, ("tp", "fsdp"), None), mlp + "down_proj.weight", True),
+        **_mlp_leaves(model),
         mlp_post_norm=norm(D, block + "post_feedforward_layernorm.weight") if gemma else None,
     )
+    period = model.num_layers // L
+
+    def numbered(layers: Any, first: int) -> Any:
+        numbers = range(first, model.num_layers, period)
+        return jax.tree.map(lambda leaf: dataclasses.replace(leaf, layers=numbers), layers)
+
+    linear = [numbered(_linear_layer_table(model), i) for i in range(period - 1)]
+    return dataclasses.replace(numbered(layers, period - 1), linear=tuple(linear))
+
+
+def _linear_layer_table(model: ModelConfig) -> LinearLayers:
+    """The leaves of the linear layers at one place of the groups."""
+    sizes, L, D = model.qwen35, model.num_groups, model.hidden_size
+    assert sizes, "other families have no linear layers"
+    heads, width = sizes.value_heads, sizes.value_heads * sizes.value_dim
+    channels = 2 * sizes.key_heads * sizes.key_dim + width
+    block = "model.layers.{}."
+    attn = block + "linear_attn."
+
+    def vector(size: int, name: str, kind: str, axis: Axis = None) -> Leaf:
+        return Leaf((L, size), (None, axis), name, kind=kind)
+
+    taps = (L, channels, 1, sizes.taps), (None, "tp", None, None)
+    return LinearLayers(
+        attn_norm=vector(D, block + "input_layernorm.weight", "norm"),
+        in_qkv=_split_out(L, D, channels, attn + "in_proj_qkv"),
+        in_z=_split_out(L, D, width, attn + "in_proj_z"),
+        in_b=_split_out(L, D, heads, attn + "in_proj_b"),
+        in_a=_split_out(L, D, heads, attn + "in_proj_a"),
+        taps=Leaf(*taps, attn + "conv1d.weight", kind="taps"),
+        a_log=vector(heads, attn + "A_log", "a_log", "tp"),
+        dt_bias=vector(heads, attn + "dt_bias", "dt_bias", "tp"),
+        out_norm=vector(sizes.value_dim, attn + "norm.weight", "out_norm"),
+        wo=_split_in(L, width, D, attn + "out_proj"),
+        mlp_norm=vector(D, block + "post_attention_layernorm.weight", "norm"),
+        **_mlp_leaves(model),
+    )
+
+
+def _mlp_leaves(model: ModelConfig) -> dict[str, Any]:
+    L, D, F, mlp = (
+        model.num_groups,
+        model.hidden_size,
+        model.intermediate_size,
+        "model.layers.{}.mlp.",
+    )
+    return {
+        "gate": _split_out(L, D, F, mlp + "gate_proj"),
+        "up": _split_out(L, D, F, mlp + "up_proj"),
+        "down": _split_in(L, F, D, mlp + "down_proj"),
+    }
+
+
+def _split_out(L: int, n_in: int, n_out: int, name: str) -> Leaf:
+    """A matrix whose outputs are split over tp."""
+    return Leaf((L, n_in, n_out), (None, "fsdp", "tp"), name + ".weight", True)
+
+
+def _split_in(L: int, n_in: int, n_out: int, name: str) -> Leaf:
+    """A matrix whose inputs are split over tp."""
+    return Leaf((L, n_in, n_out), (None, ("tp", "fsdp"), None), name + ".weight", True)
 
 
 def _adapter_table(layers: Layers, model: ModelConfig, lora: Lora) -> Layers:
@@ -193,19 +324,22 @@ def _adapter_table(layers: Layers, model: ModelConfig, lora: Lora) -> Layers:
         if model.gemma3 and model.gemma3.sees_images:  # transformers' name of its language model
             block = block.replace("model.", "model.language_model.", 1)
         (L, n_in, n_out), (_, in_axis, out_axis) = matrix.shape, matrix.axes
-        name = f"base_model.model.{block}.{module}.lora_"
-        return Adapter(
-            a=Leaf((L, n_in, lora.rank), (None, in_axis, None), name + "A.weight", True, "A"),
-            b=Leaf((L, lora.rank, n_out), (None, None, out_axis), name + "B.weight", True, "B"),
+        name, rank = f"base_model.model.{block}.{module}.lora_", lora.rank
+        a = Leaf(
+            (L, n_in, rank), (None, in_axis, None), name + "A.weight", True, "A", matrix.layers
         )
+        b = Leaf(
+            (L, rank, n_out), (None, None, out_axis), name + "B.weight", True, "B", matrix.layers
+        )
+        return Adapter(a, b)
 
     return jax.tree.map(adapter, layers)
 
 
-def _leaves_of_layer(layers: Layers, i: int) -> Layers:
+def _leaves_of_group(layers: Layers, i: int) -> Layers:
     def select_layer(leaf: Leaf) -> Leaf:
-        shape, axes, name = leaf.shape[1:], leaf.axes[1:], leaf.name.format(i)
-        return dataclasses.replace(leaf, shape=shape, axes=axes, name=name)
+        shape, axes, name = leaf.shape[1:], leaf.axes[1:], leaf.name.format(leaf.layers[i])
+        return dataclasses.replace(leaf, shape=shape, axes=axes, name=name, layers=range(0))
 
     return jax.tree.map(select_layer, layers)
 
@@ -233,7 +367,7 @@ def abstract_params(
 
     def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(mesh, PartitionSpec(*leaf.axes))
-        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype(dtype), sharding=sharding)
 
     return jax.tree.map(shape, param_table(model, layer_loop))
 
@@ -246,18 +380,21 @@ def param_shardings(model: ModelConfig, mesh: Mesh, layer_loop: str = "scan") ->
 
 def init_params(model: ModelConfig, key: jax.Array) -> Params:
     """Random float32 Params, initialized as in transformers and PEFT: matrices are normal(0, 0.02),
-    norms multiply by 1, biases are 0. A is uniform within 1 / sqrt(in), and B is 0, so that new
-    adapters do not change the model."""
+    norms multiply by 1, biases are 0, in linear layers dt_bias is 1 and exp(a_log) uniform in (0,
+    16). A is uniform within 1 / sqrt(in), and B is 0, so that new adapters do not change the
+    model."""
     leaves, tree = jax.tree.flatten(param_table(model))
 
     def init(leaf: Leaf, leaf_key: jax.Array) -> jax.Array:
-        if leaf.kind == "matrix":
+        if leaf.kind in ("matrix", "taps"):
             return 0.02 * jax.random.normal(leaf_key, leaf.shape)
         if leaf.kind == "A":
             bound = leaf.shape[1] ** -0.5
             return jax.random.uniform(leaf_key, leaf.shape, minval=-bound, maxval=bound)
-        ones = leaf.kind == "norm" and model.gemma3 is None
-        return jnp.ones(leaf.shape) if ones else jnp.zeros(leaf.shape)
+        if leaf.kind == "a_log":
+            return jnp.log(jax.random.uniform(leaf_key, leaf.shape, minval=0.01, maxval=16))
+        kinds = ("dt_bias", "out_norm") if model.norms_add_one else ("dt_bias", "out_norm", "norm")
+        return jnp.ones(leaf.shape) if leaf.kind in kinds else jnp.zeros(leaf.shape)
 
     keys = jax.random.split(key, len(leaves))
     arrays = [init(leaf, k) for leaf, k in zip(leaves, keys, strict=True)]
@@ -295,7 +432,7 @@ def arrange_layers(params: Params, layer_loop: str, dtype: DTypeLike) -> Params:
         if not isinstance(layers, Layers):
             return layers
         L = len(jax.tree.leaves(layers)[0])
-        return tuple(jax.tree.map(lambda x, i=i: x[i].astype(dtype), layers) for i in range(L))
+        return tuple(cast(jax.tree.map(lambda x, i=i: x[i], layers), dtype) for i in range(L))
 
     layers, adapters = unroll(params.layers), unroll(params.adapters)
     return dataclasses.replace(params, layers=layers, adapters=adapters)
@@ -314,8 +451,9 @@ def lm_head(params: Params) -> jax.Array:
 @functools.lru_cache
 def inverse_frequencies(model: ModelConfig) -> np.ndarray:
     """[h/2] float32 radians per position, of Gemma 3 [2, 1, 1, 1, h/2]. rope_llama3 lowers the
-    frequencies of long wavelengths, as in Llama 3.1."""
-    half = np.arange(0, model.head_dim, 2, dtype=np.float64) / model.head_dim
+    frequencies of long wavelengths, as in Llama 3.1. Qwen3.5 rotates a part of h numbers."""
+    rotated = model.qwen35.rotated if model.qwen35 else model.head_dim
+    half = np.arange(0, rotated, 2, dtype=np.float64) / rotated
     inverse = model.rope_theta**-half
     if gemma := model.gemma3:
         inverse = np.stack([inverse / gemma.rope_factor, gemma.local_rope_theta**-half])

@@ -326,6 +326,25 @@ FAMILIES = {
         sliding_window_pattern=2,
         tie_word_embeddings=True,
     ),
+    # A linear layer with two value heads for each key head, then a full one, which rotates 6 of the
+    # 12 numbers of a head.
+    "qwen3_5": family(
+        "qwen3_5_text",
+        "Qwen3_5",
+        full_attention_interval=2,
+        head_dim=12,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=6,
+        linear_value_head_dim=10,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 400.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [1, 1, 1],
+            "mrope_interleaved": True,
+        },
+    ),
 }
 
 # Two inputs; the second is left-padded. The golden logits are those of 12 tokens at PLACES.
@@ -359,9 +378,36 @@ def tensor_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     if c["model_type"] == "gemma3_text":
         layer |= {f"{place}_feedforward_layernorm.weight": (D,) for place in ("pre", "post")}
     shapes = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
-    for i in range(c["num_hidden_layers"]):
+    layers = [layer] * c["num_hidden_layers"]
+    if c["model_type"] == "qwen3_5_text":
+        norms = {"self_attn.q_norm.weight": (h,), "self_attn.k_norm.weight": (h,)}
+        full = layer | norms | {"self_attn.q_proj.weight": (2 * q, D)}
+        layers = [linear_layer_shapes(c, layer), full]
+    for i, layer in enumerate(layers):
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     return shapes if c["tie_word_embeddings"] else {**shapes, "lm_head.weight": (V, D)}
+
+
+def linear_layer_shapes(
+    c: dict[str, Any], layer: dict[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """The tensors of a linear layer of Qwen3.5. layer: those of a layer with self-attention."""
+    D, heads = c["hidden_size"], c["linear_num_value_heads"]
+    width = heads * c["linear_value_head_dim"]
+    channels = 2 * c["linear_num_key_heads"] * c["linear_key_head_dim"] + width
+    linear = {
+        "in_proj_qkv.weight": (channels, D),
+        "in_proj_z.weight": (width, D),
+        "in_proj_b.weight": (heads, D),
+        "in_proj_a.weight": (heads, D),
+        "conv1d.weight": (channels, 1, 4),
+        "A_log": (heads,),
+        "dt_bias": (heads,),
+        "norm.weight": (c["linear_value_head_dim"],),
+        "out_proj.weight": (D, width),
+    }
+    others = {name: shape for name, shape in layer.items() if "self_attn" not in name}
+    return others | {f"linear_attn.{name}": shape for name, shape in linear.items()}
 
 
 def uniform(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -379,7 +425,8 @@ def tensors(c: dict[str, Any]) -> dict[str, np.ndarray]:
     for name, shape in tensor_shapes(c).items():
         x = uniform(name, shape)
         if "norm" in name:
-            made[name] = x if c["model_type"] == "gemma3_text" else 1 + x
+            adds_one = c["model_type"] in ("gemma3_text", "qwen3_5_text")
+            made[name] = x if adds_one and "linear_attn" not in name else 1 + x
         elif "bias" in name:
             made[name] = 2 * x
         else:

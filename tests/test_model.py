@@ -117,7 +117,7 @@ def decoded(params, compute, prompt_ids, prompt_mask, completion_ids):
         return (completion_ids[:, t], completion), hidden
 
     # Places of the cache that are not written yet must not be read.
-    empty = map_kv(lambda kv: kv.empty(R, T), prompt)
+    empty = map_kv(lambda kv: kv.begin_completions(R, T), prompt)
     empty = jax.tree.map(lambda x: jnp.full_like(x, 1e4), empty)
     first = jnp.repeat(prompt_ids[:, -1], share)
     _, hidden = jax.lax.scan(step, (first, empty), jnp.arange(T))

@@ -1,0 +1,298 @@
+"""Linear attention of Qwen3.5: a short convolution and the gated delta rule (arXiv 2412.06464).
+
+Instead of keys and values a head keeps a state S [dk, dv] float32, whose size does not grow with
+the tokens. Each token decays the state, corrects what it holds for the token's key, and reads it:
+
+    S = exp(g) S,    S = S + k (beta (v - S^T k))^T,    o = S^T q
+
+In decode `linear_attention_token` does just this. Training and prefill compute CHUNK tokens of a
+row at once: a triangular system gives the corrections of a chunk, and only the states go from chunk
+to chunk (arXiv 2406.06484).
+
+In a packed row (rows.py) a prompt ends, and the first of its completions begins, at a multiple of
+CHUNK places, so that each chunk belongs to one prompt or to its completions. The loop over the
+chunks of a row takes a prompt, then its completions, then the next prompt. It carries two states:
+that of the sequence so far, and that of the prompt's end, from which each completion begins. Masks
+separate the completions that share a chunk. The convolution, too, reads the end of the prompt
+before the first tokens of a completion.
+
+Dimensions: X rows of t tokens, n chunks of c tokens in a row; B sequences in decode; N key heads, M
+value heads for each of them, dk and dv numbers of a head, C = N (2 dk + M dv) channels of the
+convolution and K of its taps.
+"""
+
+import functools
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from model.attention import PackedRows
+from model.layout import Layout
+from model.params import Qwen35
+
+CHUNK = 64  # tokens
+GROUP = 8  # chunks, at most, of which everything but the states is computed at once
+
+# Float32 matmuls of TPUs and GPUs would round their inputs.
+matmul = functools.partial(jnp.matmul, precision="highest")
+
+
+class State(NamedTuple):
+    """What a linear layer keeps of X prompts or B sequences."""
+
+    conv: jax.Array  # [X, K-1, C], the last inputs of the convolution
+    delta: jax.Array  # [X, N*M, dk, dv] float32, S of each value head
+
+
+def gates(
+    a: jax.Array, b: jax.Array, a_log: jax.Array, dt_bias: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """g, the logarithm of the decay, and beta, both [..., N*M] float32. a, b: [..., N*M]. a_log,
+    dt_bias: [N*M]."""
+    a, b, a_log, dt_bias = (x.astype(jnp.float32) for x in (a, b, a_log, dt_bias))
+    return -jnp.exp(a_log) * jax.nn.softplus(a + dt_bias), jax.nn.sigmoid(b)
+
+
+def gated_norm(out: jax.Array, z: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+    """The outputs, normalized in each head and multiplied by silu(z), in the shape and dtype of z.
+
+    out: [..., N*M, dv] float32. z: [..., N*M*dv]. scale: [dv] float32.
+    """
+    normed = out * jax.lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + epsilon) * scale
+    return (normed.reshape(z.shape) * jax.nn.silu(z.astype(jnp.float32))).astype(z.dtype)
+
+
+def _split_channels(x: jax.Array, sizes: Qwen35, axis: int = -1) -> list[jax.Array]:
+    """The channels of queries, keys and values."""
+    width = sizes.key_heads * sizes.key_dim
+    return jnp.split(x, [width, 2 * width], axis=axis)
+
+
+def _heads(channels: Iterable[jax.Array], sizes: Qwen35) -> tuple[jax.Array, ...]:
+    """Queries and keys [..., N, dk] and values [..., N*M, dv] from their channels [..., N*dk] or
+    [..., N*M*dv] behind the convolution. Keys have length 1, and queries 1 / sqrt(dk)."""
+    q, k, v = channels
+
+    def unit(x: jax.Array) -> jax.Array:
+        x = x.reshape(*x.shape[:-1], -1, sizes.key_dim)
+        return x * jax.lax.rsqrt((x * x).sum(axis=-1, keepdims=True) + 1e-6)
+
+    v = v.reshape(*v.shape[:-1], -1, sizes.value_dim)
+    return unit(q) * sizes.key_dim**-0.5, unit(k), v
+
+
+# ---- One new token of each sequence, in decode ---------------------------------------------------
+
+
+def linear_attention_token(
+    x: jax.Array, g: jax.Array, beta: jax.Array, taps: jax.Array, sizes: Qwen35, state: State
+) -> tuple[jax.Array, State]:
+    """The outputs [B, 1, N*M, dv] float32 of one new token of each sequence, and the new states.
+
+    x: [B, 1, C], the inputs of the convolution. g, beta: [B, 1, N*M], from `gates`. taps: [C, K],
+    of which the last is that of the token itself.
+    """
+    inputs = jnp.concatenate([state.conv, x], axis=1)  # [B, K, C]
+    summed = (inputs.astype(jnp.float32) * taps.T.astype(jnp.float32)).sum(axis=1)
+    q, k, v = _heads(_split_channels(jax.nn.silu(summed), sizes), sizes)
+    q, k = (jnp.repeat(y, v.shape[1] // y.shape[1], axis=1) for y in (q, k))  # [B, N*M, dk]
+    decayed = state.delta * jnp.exp(g)[:, 0, :, None, None]
+    correction = beta[:, 0, :, None] * (v - (decayed * k[..., None]).sum(axis=-2))  # [B, N*M, dv]
+    delta = decayed + k[..., None] * correction[..., None, :]
+    return (delta * q[..., None]).sum(axis=-2)[:, None], State(inputs[:, 1:], delta)
+
+
+# ---- Rows, in training and prefill ---------------------------------------------------------------
+
+
+def linear_attention(
+    x: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    taps: jax.Array,
+    sizes: Qwen35,
+    rows: PackedRows,
+    layout: Layout,
+) -> tuple[jax.Array, State]:
+    """The outputs [X, t, N*M, dv] float32 of the tokens of rows, and the State behind the last
+    place of rows that hold one prompt each; otherwise it means nothing.
+
+    x: [X, t, C], the inputs of the convolution. g, beta: [X, t, N*M], from `gates`. taps: [C, K].
+    Each device computes its rows, and its heads if tp splits them.
+    """
+    t, head_axis = x.shape[1], None if "tp" in layout.batch_axes else "tp"
+    missing = -t % CHUNK  # prompts alone are padded in front
+    aligned = rows.S in (t, rows.S // CHUNK * CHUNK) and (rows.S == t or missing == 0)
+    assert aligned, f"rows of {t} places with {rows.S} for prompts are no multiples of {CHUNK}"
+    x = jnp.where((rows.prompt >= 0)[..., None], x, 0)  # the padding before a prompt writes nothing
+    distance = jnp.arange(t) - rows.start
+
+    def pad(y: jax.Array, value: int = 0) -> jax.Array:
+        widths = [(0, 0), (missing, 0), *[(0, 0)] * (y.ndim - 2)]
+        return jnp.pad(y, widths, constant_values=value)
+
+    batch, by_head = (
+        PartitionSpec(layout.batch_axes),
+        PartitionSpec(layout.batch_axes, None, head_axis),
+    )
+    shard = jax.shard_map(
+        functools.partial(_rows_of_device, sizes, rows.S + missing),
+        mesh=layout.mesh,
+        in_specs=(by_head, PartitionSpec(head_axis), by_head, by_head, batch, batch),
+        out_specs=(by_head, PartitionSpec(layout.batch_axes, head_axis)),
+        check_vma=False,
+    )
+    channels, taps_of_channels = _split_channels(pad(x), sizes), _split_channels(taps, sizes, 0)
+    out, delta = shard(
+        channels, taps_of_channels, pad(g), pad(beta), pad(rows.prompt, -1), pad(distance)
+    )
+    return out[:, missing:], State(pad(x)[:, 1 - taps.shape[1] :], delta)
+
+
+class Walk(NamedTuple):
+    """The order in which the loop takes the n chunks of each row."""
+
+    order: jax.Array  # [X, n] int32, the chunk at each step; chunks of padding come last
+    is_prompt: jax.Array  # [X, n] bool: the chunk holds tokens of a prompt
+    is_first: jax.Array  # [X, n] bool: the first chunk of a prompt, or of completions without one
+    prompt_end: (
+        jax.Array
+    )  # [X, n] int32, for completions the step of their prompt's last chunk or -1
+    distance: jax.Array  # [X, n, c] int32, places between a token and the first of its sequence
+
+
+def _walk(prompt: jax.Array, distance: jax.Array, S: int) -> Walk:
+    """prompt, distance: [X, t] int32. S: places for prompts."""
+    X, t = prompt.shape
+    number = prompt.reshape(X, -1, CHUNK).max(axis=2)  # [X, n], of the chunk's prompt; -1: padding
+    order = jnp.argsort(jnp.where(number < 0, t, number), axis=1, stable=True)
+    number = jnp.take_along_axis(number, order, axis=1)
+    before = jnp.pad(number, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+    is_prompt = (order * CHUNK < S) & (number >= 0)
+    last = jax.lax.cummax(jnp.where(is_prompt, jnp.arange(t // CHUNK), -1), axis=1)
+    has_prompt = jnp.take_along_axis(number, jnp.maximum(last, 0), axis=1) == number
+    return Walk(
+        order,
+        is_prompt,
+        is_first=(number >= 0) & (number != before),
+        prompt_end=jnp.where(has_prompt & ~is_prompt, last, -1),
+        distance=_take_chunks(distance.reshape(X, -1, CHUNK), order),
+    )
+
+
+def _take_chunks(chunks: jax.Array, order: jax.Array) -> jax.Array:
+    """The chunks [X, n, ...] in an order [X, n] of each row."""
+    return jax.vmap(lambda x, indices: x[indices])(chunks, order)
+
+
+def _rows_of_device(
+    sizes: Qwen35,
+    S: int,
+    channels: list[jax.Array],
+    taps: list[jax.Array],
+    g: jax.Array,
+    beta: jax.Array,
+    prompt: jax.Array,
+    distance: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The outputs [X, t, N*M, dv] of the rows and heads of a device, and the state at the end of
+    the last prompt [X, N*M, dk, dv], both float32. t and S are multiples of CHUNK."""
+    (X, t), walk = prompt.shape, _walk(prompt, distance, S)
+
+    def in_order(x: jax.Array) -> jax.Array:
+        """x [X, t, ...] as [X, n, c, ...]."""
+        return _take_chunks(x.reshape(X, -1, CHUNK, *x.shape[2:]), walk.order)
+
+    pairs = zip(channels, taps, strict=True)
+    q, k, v = _heads((_convolve(in_order(x), w, walk) for x, w in pairs), sizes)
+    N = q.shape[3]
+
+    def by_head(x: jax.Array) -> jax.Array:
+        """x [X, n, c, heads, ...] as [n, X, N, 1 or M, c, ...]."""
+        return jnp.moveaxis(x.reshape(*x.shape[:3], N, -1, *x.shape[4:]), (1, 2), (0, 4))
+
+    out, end = _delta_rule([by_head(x) for x in (q, k, v, in_order(g), in_order(beta))], walk)
+    out = jnp.moveaxis(out, (0, 4), (1, 2)).reshape(X, -1, CHUNK, *v.shape[3:])
+    out = _take_chunks(out, jnp.argsort(walk.order, axis=1))
+    return out.reshape(X, t, *v.shape[3:]), end.reshape(X, -1, *end.shape[3:])
+
+
+def _convolve(x: jax.Array, taps: jax.Array, walk: Walk) -> jax.Array:
+    """silu of the causal convolution of each channel, float32. x: [X, n, c, channels], in the order
+    of the walk. taps: [channels, K]."""
+    x, taps, (c, K) = x.astype(jnp.float32), taps.astype(jnp.float32), (x.shape[2], taps.shape[1])
+    tails = x[:, :, 1 - K :]  # [X, n, K-1, channels], the end of each chunk
+    before = jnp.pad(tails, ((0, 0), (1, 0), (0, 0), (0, 0)))[:, :-1]
+    before = jnp.where(walk.is_first[..., None, None], 0, before)
+    of_prompt = _take_chunks(tails, jnp.maximum(walk.prompt_end, 0))
+    of_prompt = jnp.where(walk.prompt_end[..., None, None] < 0, 0, of_prompt)
+    x, total = jnp.concatenate([before, x], axis=2), jnp.zeros((), jnp.float32)
+    for tap in range(K):
+        source = x[:, :, tap : tap + c]  # the token that is K-1-tap places before
+        for distance in range(K - 1 - tap):  # the source is before the first token of its sequence
+            at_end = of_prompt[:, :, tap + distance, None]
+            source = jnp.where((walk.distance == distance)[..., None], at_end, source)
+        total = total + source * taps[:, tap]
+    return jax.nn.silu(total)
+
+
+def _delta_rule(inputs: list[jax.Array], walk: Walk) -> tuple[jax.Array, jax.Array]:
+    """The outputs [n, X, N, M, c, dv], and the state at the end of the last prompt [X, N, M, dk,
+    dv].
+
+    inputs: q and k [n, X, N, 1, c, dk], v [n, X, N, M, c, dv], g and beta [n, X, N, M, c], all
+    float32 and in the order of the walk. Backward keeps them and the states before each GROUP of
+    chunks, and computes the rest again.
+    """
+    (*_, dk), (n, X, N, M, c, dv) = inputs[1].shape, inputs[2].shape
+    place = jnp.arange(c)
+
+    @jax.checkpoint
+    def of_group(states: Any, group: Any) -> Any:
+        q, k, v, g, beta, is_prompt, is_first, distance = group  # [chunks, X, N, M, ...]
+        # The place in the chunk at which the token's sequence begins; below 0 in an earlier chunk.
+        start = (place - distance)[:, :, None, None]  # [chunks, X, 1, 1, c]
+        same = (start[..., None] == start[..., None, :]) & (place <= place[:, None])
+        # The logarithm of the decay since the chunk, or the sequence within it, began.
+        total = (same * g[..., None, :]).sum(axis=-1)  # [chunks, X, N, M, c]
+        decay = jnp.exp(jnp.where(same, total[..., None] - total[..., None, :], -jnp.inf))
+        k_transposed = k.swapaxes(-1, -2)
+        system = jnp.tril(beta[..., None] * matmul(k, k_transposed) * decay, -1)
+        sides = beta[..., None] * jnp.concatenate([v, jnp.exp(total)[..., None] * k], axis=-1)
+        # (1 + system)^-1 times both sides: the corrections without the state, and its share.
+        solved = jax.lax.linalg.triangular_solve(
+            system, sides, left_side=True, lower=True, unit_diagonal=True
+        )
+        corrections, state_share = jnp.split(solved, [dv], axis=-1)
+        scores = matmul(q, k_transposed) * decay
+        q = jnp.exp(total)[..., None] * q
+        k = decay[..., -1, :, None] * k  # as the state at the end of the chunk adds it
+        of_state = jnp.exp(total[..., -1, None, None])
+        chunks = corrections, state_share, scores, q, k, of_state, start < 0, is_prompt, is_first
+        return jax.lax.scan(of_chunk, states, chunks)
+
+    def of_chunk(states: Any, chunk: Any) -> Any:
+        corrections, state_share, scores, q, k, of_state, began_earlier, is_prompt, is_first = chunk
+        state, end = (jnp.where(is_first, 0, x) for x in states)  # of the sequence, of its prompt
+        began = began_earlier[..., None]  # [X, 1, 1, c, 1]
+
+        def read(x: jax.Array) -> jax.Array:
+            return jnp.where(began, matmul(x, state), matmul(x, end))
+
+        corrections = corrections - read(state_share)
+        out = read(q) + matmul(scores, corrections)
+        state = of_state * jnp.where(began[..., -1:, :], state, end)
+        state = state + matmul(k.swapaxes(-1, -2), corrections)
+        return (state, jnp.where(is_prompt, state, end)), out
+
+    flags = [x.T[..., None, None, None, None] for x in (walk.is_prompt, walk.is_first)]
+    groups = *inputs, *flags, walk.distance.swapaxes(0, 1)
+    size = math.gcd(n, GROUP)
+    groups = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), groups)
+    empty = jnp.zeros((X, N, M, dk, dv), jnp.float32)
+    (_, end), out = jax.lax.scan(of_group, (empty, empty), groups)
+    return out.reshape(n, *out.shape[2:]), end

@@ -197,7 +197,8 @@ def transform(optimizer: Optimizer, model: ModelConfig) -> optax.GradientTransfo
         "sgd": optax.identity(),
     }
     table = trainable_params(param_table(model))
-    decays = jax.tree.map(lambda leaf: leaf.kind not in ("norm", "bias"), table)
+    kept = ("norm", "bias", "out_norm", "dt_bias")
+    decays = jax.tree.map(lambda leaf: leaf.kind not in kept, table)
     decay = optax.add_decayed_weights(optimizer.weight_decay, mask=decays)
     clip = optax.clip_by_global_norm(optimizer.clip_norm or math.inf)
     return optax.chain(clip, rules[optimizer.name], decay)

@@ -129,6 +129,8 @@ def model_family(model: ModelConfig) -> str:
     """The family of a model, as model_type in config.json names it."""
     if model.gemma3:
         return "gemma3_text"
+    if model.qwen35:
+        return "qwen3_5_text"
     return "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else "llama"
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,10 +42,11 @@ TEMPLATES = "additional_chat_templates"  # a folder with named chat templates, s
 MORE_TOKENS = 16
 MARKERS = ("config.json", "adapter_config.json")  # of a complete folder: a model, or adapters
 EXPORTED = "exported_from.json"  # marks an exported model, which a later export may replace
-# In files of a model that also sees images a part of the names of text tensors, and prefixes of the
-# tensors that are not read: of images, and of Qwen3.5's prediction of several tokens (MTP).
-OF_TEXT = "language_model."
-NOT_READ = ("vision_tower.", "multi_modal_projector.", "model.visual.", "mtp.")
+# In files of a model that also sees images the names of text tensors, of which the second part is
+# left out, and the prefixes of tensors that are not read: of images, and of Qwen3.5's prediction of
+# several tokens at once.
+OF_TEXT, MTP = re.compile(r"^(model\.)?language_model\."), "mtp."
+NOT_READ = ("vision_tower.", "multi_modal_projector.", "model.visual.", MTP)
 # model_type of a model that also sees images -> the architecture of its text part alone
 TEXT_PARTS = {"gemma3": "Gemma3ForCausalLM", "qwen3_5": "Qwen3_5ForCausalLM"}
 LOCAL, LINEAR, GLOBAL = "sliding_attention", "linear_attention", "full_attention"  # types of layers
@@ -97,6 +99,9 @@ def check_weights(folder: Path, model: ModelConfig, num_tokens: int) -> None:
             f"vocab_size={model.vocab_size}; they are of two models"
         )
     tensors = open_tensors(folder, param_table(model))  # for its mistakes
+    if mtp := sum(name.startswith(MTP) for name in _open_files(folder, WEIGHTS)):
+        why = f"its {mtp} tensors {MTP}*, which predict several tokens, are not trained or exported"
+        print(f"note: MODEL_PATH={folder}: {why}", flush=True)
     if model.tied and (head := tensors.get("lm_head.weight")):
         embed, V = tensors["model.embed_tokens.weight"], model.vocab_size
         parts = [slice(i, min(i + 4096, V)) for i in range(0, V, 4096)]  # to save memory
@@ -204,7 +209,7 @@ def _qwen35(config: Any, need: Callable[[bool, str, str], None]) -> Qwen35:
     need(is_periodic and {*group[:-1]} == {LINEAR}, "layer_types", groups)
     key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
     need(value_heads % key_heads == 0, "linear_num_value_heads", f"a multiple of {key_heads}")
-    rotated = h * config.rope_parameters.get("partial_rotary_factor", 1)
+    rotated = h * config.rope_parameters.get("partial_rotary_factor", 0.25)
     is_even = 0 < rotated <= h and rotated % 2 == 0
     need(is_even, "rope_parameters", "a partial_rotary_factor that rotates pairs of head_dim")
     return Qwen35(
@@ -416,18 +421,9 @@ def _tensor_shapes(table: Params) -> dict[str, list[int]]:
 def open_tensors(folder: Path, table: Params) -> dict[str, Any]:
     """The tensors of a folder by name, of which nothing is read yet. Raises UserMistake for tensors
     that are not those of the table."""
-    file = ADAPTERS if table.embed is None else WEIGHTS
-    index = folder / f"{file}.index.json"  # adapters have none
-    shards = {file}  # it is preferred, as in transformers: an index beside it may be an old one
-    if index.is_file() and not (folder / file).is_file():
-        shards = set(read_json(index)["weight_map"].values())
-    tensors: dict[str, Any] = {}
-    for name in sorted(shards):
-        _raise_if_without(folder, name, "weights are read as safetensors")
-        with reading(f"{folder / name} is not a complete safetensors file"):
-            handle = safe_open(folder / name, framework="numpy")
-        keys = [key for key in handle.keys() if not key.startswith(NOT_READ)]  # noqa: SIM118
-        tensors |= {key.replace(OF_TEXT, "", 1): handle.get_slice(key) for key in keys}
+    in_files = _open_files(folder, ADAPTERS if table.embed is None else WEIGHTS)
+    are_read = [name for name in in_files if not name.startswith(NOT_READ)]
+    tensors = {OF_TEXT.sub(r"\1", name): in_files[name] for name in are_read}
     known = {"F64", "F32", "F16", "BF16", "I64", "BOOL"}  # the last two are of buffers
     if others := {tensor.get_dtype() for tensor in tensors.values()} - known:
         formats = ", ".join(sorted(others))
@@ -446,6 +442,21 @@ def open_tensors(folder: Path, table: Params) -> dict[str, Any]:
         actual = tensors[name].get_shape()
         if actual != shape:
             raise UserMistake(f"MODEL_PATH={folder}: {name} is {actual}, its config says {shape}")
+    return tensors
+
+
+def _open_files(folder: Path, file: str) -> dict[str, Any]:
+    """The tensors of ADAPTERS or WEIGHTS of a folder, by their names there."""
+    index = folder / f"{file}.index.json"  # adapters have none
+    shards = {file}  # it is preferred, as in transformers: an index beside it may be an old one
+    if index.is_file() and not (folder / file).is_file():
+        shards = set(read_json(index)["weight_map"].values())
+    tensors: dict[str, Any] = {}
+    for name in sorted(shards):
+        _raise_if_without(folder, name, "weights are read as safetensors")
+        with reading(f"{folder / name} is not a complete safetensors file"):
+            handle = safe_open(folder / name, framework="numpy")
+        tensors |= {key: handle.get_slice(key) for key in handle.keys()}  # noqa: SIM118
     return tensors
 
 

@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec
 
 from model.attention import PackedRows
 from model.layout import Layout
-from model.params import Qwen35
+from model.params import Layers, Qwen35
 
 CHUNK = 64  # tokens
 GROUP = 8  # chunks, at most, of which everything but the states is computed at once
@@ -48,22 +48,29 @@ class State(NamedTuple):
     delta: jax.Array  # [X, N*M, dk, dv] float32, S of each value head
 
 
-def gates(
-    a: jax.Array, b: jax.Array, a_log: jax.Array, dt_bias: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """g, the logarithm of the decay, and beta, both [..., N*M] float32. a, b: [..., N*M]. a_log,
-    dt_bias: [N*M]."""
-    a, b, a_log, dt_bias = (x.astype(jnp.float32) for x in (a, b, a_log, dt_bias))
-    return -jnp.exp(a_log) * jax.nn.softplus(a + dt_bias), jax.nn.sigmoid(b)
+class Inputs(NamedTuple):
+    """The projections of the tokens of X rows, or of B sequences, from which linear attention is
+    computed."""
+
+    qkv: jax.Array  # [X*t, C], channels of queries, keys and values before the convolution
+    z: jax.Array  # [X*t, N*M*dv], gates of the outputs
+    a: jax.Array  # [X*t, N*M], from which g is computed
+    b: jax.Array  # [X*t, N*M], from which beta is computed
 
 
-def gated_norm(out: jax.Array, z: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+def _decay_and_beta(inputs: Inputs, w: Layers) -> tuple[jax.Array, jax.Array]:
+    """g, the logarithm of the decay, and beta, both [X*t, N*M] float32."""
+    a, b, dt_bias = (x.astype(jnp.float32) for x in (inputs.a, inputs.b, w.dt_bias))
+    return -jnp.exp(w.a_log) * jax.nn.softplus(a + dt_bias), jax.nn.sigmoid(b)
+
+
+def _gated_norm(out: jax.Array, z: jax.Array, w: Layers, epsilon: float) -> jax.Array:
     """The outputs, normalized in each head and multiplied by silu(z), in the shape and dtype of z.
 
-    out: [..., N*M, dv] float32. z: [..., N*M*dv]. scale: [dv] float32.
+    out: [..., N*M, dv] float32. z: [X*t, N*M*dv].
     """
-    normed = out * jax.lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + epsilon) * scale
-    return (normed.reshape(z.shape) * jax.nn.silu(z.astype(jnp.float32))).astype(z.dtype)
+    out = out * jax.lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + epsilon) * w.out_norm
+    return (out.reshape(z.shape) * jax.nn.silu(z.astype(jnp.float32))).astype(z.dtype)
 
 
 def _split_channels(x: jax.Array, sizes: Qwen35, axis: int = -1) -> list[jax.Array]:
@@ -89,44 +96,38 @@ def _heads(channels: Iterable[jax.Array], sizes: Qwen35) -> tuple[jax.Array, ...
 
 
 def linear_attention_token(
-    x: jax.Array, g: jax.Array, beta: jax.Array, taps: jax.Array, sizes: Qwen35, state: State
+    inputs: Inputs, w: Layers, sizes: Qwen35, epsilon: float, state: State
 ) -> tuple[jax.Array, State]:
-    """The outputs [B, 1, N*M, dv] float32 of one new token of each sequence, and the new states.
-
-    x: [B, 1, C], the inputs of the convolution. g, beta: [B, 1, N*M], from `gates`. taps: [C, K],
-    of which the last is that of the token itself.
-    """
-    inputs = jnp.concatenate([state.conv, x], axis=1)  # [B, K, C]
-    summed = (inputs.astype(jnp.float32) * taps.T.astype(jnp.float32)).sum(axis=1)
+    """The outputs [B, N*M*dv] of one new token of each sequence, in the dtype of the inputs, and
+    the new states. w: the weights of the layer. epsilon: of its norm."""
+    g, beta = _decay_and_beta(inputs, w)
+    x = jnp.concatenate([state.conv, inputs.qkv[:, None]], axis=1)  # [B, K, C]
+    summed = (x.astype(jnp.float32) * w.taps[:, 0].T.astype(jnp.float32)).sum(axis=1)
     q, k, v = _heads(_split_channels(jax.nn.silu(summed), sizes), sizes)
     q, k = (jnp.repeat(y, v.shape[1] // y.shape[1], axis=1) for y in (q, k))  # [B, N*M, dk]
-    decayed = state.delta * jnp.exp(g)[:, 0, :, None, None]
-    correction = beta[:, 0, :, None] * (v - (decayed * k[..., None]).sum(axis=-2))  # [B, N*M, dv]
+    decayed = state.delta * jnp.exp(g)[..., None, None]
+    correction = beta[..., None] * (v - (decayed * k[..., None]).sum(axis=-2))  # [B, N*M, dv]
     delta = decayed + k[..., None] * correction[..., None, :]
-    return (delta * q[..., None]).sum(axis=-2)[:, None], State(inputs[:, 1:], delta)
+    out = (delta * q[..., None]).sum(axis=-2)
+    return _gated_norm(out, inputs.z, w, epsilon), State(x[:, 1:], delta)
 
 
 # ---- Rows, in training and prefill ---------------------------------------------------------------
 
 
 def linear_attention(
-    x: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    taps: jax.Array,
-    sizes: Qwen35,
-    rows: PackedRows,
-    layout: Layout,
+    inputs: Inputs, w: Layers, sizes: Qwen35, epsilon: float, rows: PackedRows, layout: Layout
 ) -> tuple[jax.Array, State]:
-    """The outputs [X, t, N*M, dv] float32 of the tokens of rows, and the State behind the last
-    place of rows that hold one prompt each; otherwise it means nothing.
+    """The outputs [X*t, N*M*dv] of the tokens of rows, in the dtype of the inputs, and the State
+    behind the last place of rows that hold one prompt each; in other rows it means nothing.
 
-    x: [X, t, C], the inputs of the convolution. g, beta: [X, t, N*M], from `gates`. taps: [C, K].
-    Each device computes its rows, and its heads if tp splits them.
+    w: the weights of the layer. epsilon: of its norm. Each device computes its rows, and its heads
+    if tp splits them.
     """
-    t, head_axis = x.shape[1], None if "tp" in layout.batch_axes else "tp"
+    X, t = rows.prompt.shape
+    x, g, beta = (y.reshape(X, t, -1) for y in (inputs.qkv, *_decay_and_beta(inputs, w)))
     missing = -t % CHUNK  # prompts alone are padded in front
-    aligned = rows.S in (t, rows.S // CHUNK * CHUNK) and (rows.S == t or missing == 0)
+    aligned = rows.S == t or rows.S % CHUNK == missing == 0
     assert aligned, f"rows of {t} places with {rows.S} for prompts are no multiples of {CHUNK}"
     x = jnp.where((rows.prompt >= 0)[..., None], x, 0)  # the padding before a prompt writes nothing
     distance = jnp.arange(t) - rows.start
@@ -135,22 +136,20 @@ def linear_attention(
         widths = [(0, 0), (missing, 0), *[(0, 0)] * (y.ndim - 2)]
         return jnp.pad(y, widths, constant_values=value)
 
-    batch, by_head = (
-        PartitionSpec(layout.batch_axes),
-        PartitionSpec(layout.batch_axes, None, head_axis),
-    )
-    shard = jax.shard_map(
+    batch, tp = layout.batch_axes, None if "tp" in layout.batch_axes else "tp"
+    of_rows, of_heads = PartitionSpec(batch), PartitionSpec(batch, None, tp)
+    of_device = jax.shard_map(
         functools.partial(_rows_of_device, sizes, rows.S + missing),
         mesh=layout.mesh,
-        in_specs=(by_head, PartitionSpec(head_axis), by_head, by_head, batch, batch),
-        out_specs=(by_head, PartitionSpec(layout.batch_axes, head_axis)),
+        in_specs=(of_heads, PartitionSpec(tp), of_heads, of_heads, of_rows, of_rows),
+        out_specs=(of_heads, PartitionSpec(batch, tp)),
         check_vma=False,
     )
-    channels, taps_of_channels = _split_channels(pad(x), sizes), _split_channels(taps, sizes, 0)
-    out, delta = shard(
-        channels, taps_of_channels, pad(g), pad(beta), pad(rows.prompt, -1), pad(distance)
-    )
-    return out[:, missing:], State(pad(x)[:, 1 - taps.shape[1] :], delta)
+    x, prompt = pad(x), pad(rows.prompt, -1)
+    channels, taps = _split_channels(x, sizes), _split_channels(w.taps[:, 0], sizes, axis=0)
+    out, delta = of_device(channels, taps, pad(g), pad(beta), prompt, pad(distance))
+    out = _gated_norm(out[:, missing:], inputs.z, w, epsilon)
+    return out, State(x[:, 1 - sizes.taps :], delta)
 
 
 class Walk(NamedTuple):
@@ -159,9 +158,7 @@ class Walk(NamedTuple):
     order: jax.Array  # [X, n] int32, the chunk at each step; chunks of padding come last
     is_prompt: jax.Array  # [X, n] bool: the chunk holds tokens of a prompt
     is_first: jax.Array  # [X, n] bool: the first chunk of a prompt, or of completions without one
-    prompt_end: (
-        jax.Array
-    )  # [X, n] int32, for completions the step of their prompt's last chunk or -1
+    prompt_end: jax.Array  # [X, n] int32, of completions the step of their prompt's end; else -1
     distance: jax.Array  # [X, n, c] int32, places between a token and the first of its sequence
 
 

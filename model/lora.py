@@ -67,7 +67,8 @@ def read_lora(cfg: "Config", model: ModelConfig, adapters: Path | None) -> Lora 
     """The Lora of a PEFT folder, or of LORA_RANK, LORA_ALPHA and LORA_TARGETS; None if training
     changes all weights. Raises UserMistake before any weight is read."""
     leaves = jax.tree.leaves(param_table(model).layers)
-    matrices = [leaf.name.split(".")[-2] for leaf in leaves if leaf.kind == "matrix"]
+    names = [leaf.name.split(".")[-2] for leaf in leaves if leaf.kind == "matrix"]
+    matrices = [*dict.fromkeys(names)]  # those of linear layers are in the table several times
     if adapters:
         lora = _lora_of_folder(cfg, adapters)
     elif cfg.lora_rank == 0:

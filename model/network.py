@@ -40,23 +40,8 @@ from model.attention import (
 )
 from model.blocks import block_attention
 from model.layout import TRAIN_BATCH_AXES, Layout, constrain, gather_fsdp
-from model.linear_attention import (
-    State,
-    gated_norm,
-    gates,
-    linear_attention,
-    linear_attention_token,
-)
-from model.params import (
-    Layers,
-    Leaf,
-    LinearLayers,
-    Lora,
-    ModelConfig,
-    Params,
-    inverse_frequencies,
-    param_table,
-)
+from model.linear_attention import Inputs, State, linear_attention, linear_attention_token
+from model.params import Layers, Leaf, Lora, ModelConfig, Params, inverse_frequencies, param_table
 from model.splash import splash_attention
 
 if TYPE_CHECKING:
@@ -105,7 +90,7 @@ def forward(
     Returns hidden [X, t, D] in compute.dtype, and the KV of all layers: stacked like params.layers,
     or a tuple of layers.
     """
-    layout, model, num_rows = compute.layout, compute.model, len(ids)
+    layout, model = compute.layout, compute.model
     rotary = _rotary(model, positions)
     attend = attention if ids.shape[1] <= SHORT_TOKENS else block_attention
     attend = splash_attention if compute.attention_impl == "splash" else attend
@@ -123,19 +108,17 @@ def forward(
 
     def linear_layer(x: jax.Array, w: LayerWeights) -> tuple[jax.Array, State]:
         attend = functools.partial(linear_attention, rows=rows, layout=layout)
-        return _linear_layer(x, w, compute, num_rows, attend)
+        return _linear_layer(x, w, compute, attend)
 
     if compute.remat != "none":
         saved = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
-        # They are in a scan.
-        again = functools.partial(jax.checkpoint, policy=saved[compute.remat], prevent_cse=False)
-        layer, linear_layer = again(layer), again(linear_layer)
+        options = dict(policy=saved[compute.remat], prevent_cse=False)  # in a scan
+        layer, linear_layer = (jax.checkpoint(f, **options) for f in (layer, linear_layer))
 
     def group(
         x: jax.Array, w_and_local: tuple[LayerWeights, jax.Array | None]
     ) -> tuple[jax.Array, KV]:
-        w, local = w_and_local
-        (*linear, full), states = w.layers_of_group(), []
+        (*linear, full), local, states = w_and_local[0].layers_of_group(), w_and_local[1], []
         for w in linear:
             x, state = linear_layer(x, w)
             states.append(state)
@@ -170,7 +153,7 @@ def forward_token(
         (*linear, w), states = _weights_of_group(params, i).layers_of_group(), []
         for w_linear, state in zip(linear, select_layer(completion, i).states, strict=True):
             attend = functools.partial(linear_attention_token, state=state)
-            x, state = _linear_layer(x, w_linear, compute, len(x), attend)
+            x, state = _linear_layer(x, w_linear, compute, attend)
             states.append(state)
         w, local = _cast_and_gather(w, compute), _local(compute.model, i)
         q, kv, gate = _qkv(x, w, compute, _rotary_of_layer(rotary, local))
@@ -216,8 +199,8 @@ def _embed(embed: jax.Array, ids: jax.Array, compute: Compute) -> jax.Array:
 class LayerWeights(NamedTuple):
     """The weights of a layer or a group, or of all groups, stacked."""
 
-    base: Any  # Layers or LinearLayers
-    adapters: Any  # an Adapter for each adapted matrix; None: no LoRA
+    base: Any  # Layers
+    adapters: Any  # Layers with an Adapter for each adapted matrix; None: no LoRA
 
     def linear(self, x: jax.Array, name: str, lora: Lora | None) -> jax.Array:
         """x W for the matrix W of this name, plus the product with its adapter."""
@@ -246,7 +229,7 @@ def _cast_and_gather(w: LayerWeights, compute: Compute) -> LayerWeights:
     """The weights of a layer in compute.dtype, gathered over fsdp."""
     table = param_table(compute.model)
     *linear, leaves = LayerWeights(table.layers, table.adapters).layers_of_group()
-    leaves = linear[0] if isinstance(w.base, LinearLayers) else leaves
+    leaves = linear[0] if w.base.wq is None else leaves
 
     def usable(x: jax.Array, leaf: Leaf) -> jax.Array:
         return gather_fsdp(x.astype(leaf.dtype(compute.dtype)), leaf.axes[1:], compute.layout)
@@ -256,22 +239,19 @@ def _cast_and_gather(w: LayerWeights, compute: Compute) -> LayerWeights:
 
 
 def _linear_layer(
-    x: jax.Array, w: LayerWeights, compute: Compute, X: int, attend: Callable[..., Any]
+    x: jax.Array, w: LayerWeights, compute: Compute, attend: Callable[..., Any]
 ) -> tuple[jax.Array, State]:
-    """The output [X*t, D] and the State of a linear layer. x: its input [X*t, D]. attend:
-    linear_attention or linear_attention_token, of their first arguments alone."""
+    """The output [X*t, D] of a linear layer, and its State. x: its input [X*t, D]. attend:
+    linear_attention of rows, or linear_attention_token of states."""
     model, layout, w = compute.model, compute.layout, _cast_and_gather(w, compute)
-    base = w.base
-    y = _rms_norm(x, base.attn_norm, model)
+    y = _rms_norm(x, w.base.attn_norm, model)
 
-    def project(name: str) -> jax.Array:
-        z = w.linear(y, name, model.lora)
-        z = constrain(z, layout, TRAIN_BATCH_AXES, "tp").reshape(X, -1, z.shape[-1])
+    def project(name: str) -> jax.Array:  # as in _qkv
+        z = constrain(w.linear(y, name, model.lora), layout, TRAIN_BATCH_AXES, "tp")
         return constrain(z, layout, layout.batch_axes) if "tp" in layout.batch_axes else z
 
-    g, beta = gates(project("in_a"), project("in_b"), base.a_log, base.dt_bias)
-    out, state = attend(project("in_qkv"), g, beta, base.taps[:, 0], model.qwen35)
-    out = gated_norm(out, project("in_z"), base.out_norm, model.rms_norm_eps)
+    inputs = Inputs(*map(project, ("in_qkv", "in_z", "in_a", "in_b")))
+    out, state = attend(inputs, w.base, model.qwen35, model.rms_norm_eps)
     return _after_attention(x, out, w, compute), state
 
 
@@ -285,27 +265,25 @@ def _qkv(
     base = w.base
     y = _rms_norm(x, base.attn_norm, model)
 
-    def heads(name: str, bias: jax.Array | None, norm: jax.Array | None, count: int) -> jax.Array:
+    def normed(z: jax.Array, scale: jax.Array | None) -> jax.Array:
+        return z if scale is None else _rms_norm(z, scale, model)
+
+    def heads(name: str, bias: jax.Array | None, count: int) -> jax.Array:
         z = w.linear(y, name, model.lora)
         z = z if bias is None else z + bias
         # The first constraint is the layout of the matmul, the second that of attention. With the
         # second alone the compiler would gather the weights in every layer, for every token.
-        z = constrain(z, layout, TRAIN_BATCH_AXES, "tp").reshape(X, t, count, model.head_dim)
-        if "tp" in layout.batch_axes:
-            z = constrain(z, layout, layout.batch_axes)
-        return z if norm is None else _rms_norm(z, norm, model)
+        z = constrain(z, layout, TRAIN_BATCH_AXES, "tp").reshape(X, t, count, -1)
+        return constrain(z, layout, layout.batch_axes) if "tp" in layout.batch_axes else z
 
-    gate = None
-    if model.qwen35:  # each head of queries is followed by its gate
-        q = heads("wq", None, None, 2 * model.num_heads)
-        q, gate = jnp.split(q.reshape(X, t, model.num_heads, -1), 2, axis=-1)
-        q = _rotate(_rms_norm(q, base.q_norm, model), rotary)
-    else:
-        q = _rotate(heads("wq", base.bq, base.q_norm, model.num_heads), rotary)
+    q, gate = heads("wq", base.bq, model.num_heads), None
+    if model.qwen35:  # the gate follows the queries in each head
+        q, gate = jnp.split(q, 2, axis=-1)
+    q = _rotate(normed(q, base.q_norm), rotary)
     if model.gemma3:  # attention divides by sqrt(h)
         q = q * math.sqrt(model.head_dim / model.gemma3.query_scalar)
-    k = _rotate(heads("wk", base.bk, base.k_norm, model.num_kv_heads), rotary)
-    v = heads("wv", base.bv, None, model.num_kv_heads)
+    k = _rotate(normed(heads("wk", base.bk, model.num_kv_heads), base.k_norm), rotary)
+    v = heads("wv", base.bv, model.num_kv_heads)
     return q, KV(k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)), gate
 
 

@@ -98,50 +98,36 @@ class ModelConfig:
 @flax.struct.dataclass
 class Layers:
     """The weights of all layers, stacked along a first dimension L, or the weights of one layer. An
-    array that a layer does not have is None. In Qwen3.5 these are the full layers, and each of
-    `linear` has the linear layers at one place of the groups."""
+    array that a layer does not have is None. In Qwen3.5 these are the full layers."""
 
-    attn_norm: Any
-    wq: Any
-    wk: Any
-    wv: Any
-    wo: Any
-    bq: Any
-    bk: Any
-    bv: Any
-    q_norm: Any
-    k_norm: Any
-    attn_post_norm: Any
-    mlp_norm: Any
-    gate: Any
-    up: Any
-    down: Any
-    mlp_post_norm: Any
-    linear: tuple["LinearLayers", ...] = ()
-
-
-@flax.struct.dataclass
-class LinearLayers:
-    """As Layers, for linear layers."""
-
-    attn_norm: Any
-    in_qkv: Any  # like the next three, a projection of the input
-    in_z: Any
-    in_b: Any
-    in_a: Any
-    taps: Any
-    a_log: Any
-    dt_bias: Any
-    out_norm: Any
-    wo: Any
-    mlp_norm: Any
-    gate: Any
-    up: Any
-    down: Any
+    attn_norm: Any = None  # the order decides which random numbers init_params gives to an array
+    wq: Any = None
+    wk: Any = None
+    wv: Any = None
+    wo: Any = None
+    bq: Any = None
+    bk: Any = None
+    bv: Any = None
+    q_norm: Any = None
+    k_norm: Any = None
+    attn_post_norm: Any = None
+    mlp_norm: Any = None
+    gate: Any = None
+    up: Any = None
+    down: Any = None
+    mlp_post_norm: Any = None
+    in_qkv: Any = None  # from here on: of linear layers
+    in_z: Any = None
+    in_b: Any = None
+    in_a: Any = None
+    taps: Any = None
+    a_log: Any = None
+    dt_bias: Any = None
+    out_norm: Any = None
+    linear: tuple["Layers", ...] = ()  # for each place before a full layer the linear layers there
 
 
-# Fields that are float32 in each copy of the weights, as they are in files of Qwen3.5, and the
-# kinds of their leaves.
+# Fields and kinds of leaves that are float32 in each copy of the weights, as in files of Qwen3.5.
 KEPT_FLOAT32 = ("a_log", "out_norm")
 
 
@@ -218,99 +204,68 @@ def param_table(model: ModelConfig, layer_loop: str = "scan") -> Params:
 
 
 def _layer_table(model: ModelConfig) -> Layers:
-    L, D, h = model.num_groups, model.hidden_size, model.head_dim
-    query_width, kv_width = model.num_heads * h, model.num_kv_heads * h
-    block = "model.layers.{}."
-    attn = block + "self_attn."
+    *linear, full = (_leaves_at(model, i) for i in range(model.num_layers // model.num_groups))
+    return dataclasses.replace(full, linear=tuple(linear))
 
-    def bias(width: int, name: str) -> Leaf | None:
-        leaf = Leaf((L, width), (None, "tp"), attn + name, kind="bias")
-        return leaf if model.qkv_bias else None
 
-    def norm(width: int, name: str) -> Leaf:
-        return Leaf((L, width), (None, None), name, kind="norm")
+def _leaves_at(model: ModelConfig, place: int) -> Layers:
+    """The leaves of the layers at one place of the groups."""
+    period, D, F = model.num_layers // model.num_groups, model.hidden_size, model.intermediate_size
+    numbers, block = range(place, model.num_layers, period), "model.layers.{}."
 
-    gemma, after_attention = model.gemma3 is not None, block + "post_attention_layernorm.weight"
+    L, leaf = len(numbers), functools.partial(Leaf, layers=numbers)
+
+    def split_out(n_in: int, n_out: int, name: str) -> Leaf:  # tp splits the outputs
+        return leaf((L, n_in, n_out), (None, "fsdp", "tp"), f"{block}{name}.weight", True)
+
+    def split_in(n_in: int, n_out: int, name: str) -> Leaf:
+        return leaf((L, n_in, n_out), (None, ("tp", "fsdp"), None), f"{block}{name}.weight", True)
+
+    def vector(size: int, name: str, kind: str = "norm", axis: Axis = None) -> Leaf:
+        return leaf((L, size), (None, axis), block + name, kind=kind)
+
+    leaves: dict[str, Any]
+    gemma, after_attention = model.gemma3 is not None, "post_attention_layernorm.weight"
     # In the other families this is the name of the norm before the feed-forward.
-    before_mlp = block + "pre_feedforward_layernorm.weight" if gemma else after_attention
-    gates = 2 if model.qwen35 else 1  # each head of queries is followed by its gate
-    layers = Layers(
-        attn_norm=norm(D, block + "input_layernorm.weight"),
-        wq=_split_out(L, D, gates * query_width, attn + "q_proj"),
-        wk=_split_out(L, D, kv_width, attn + "k_proj"),
-        wv=_split_out(L, D, kv_width, attn + "v_proj"),
-        wo=_split_in(L, query_width, D, attn + "o_proj"),
-        bq=bias(query_width, "q_proj.bias"),
-        bk=bias(kv_width, "k_proj.bias"),
-        bv=bias(kv_width, "v_proj.bias"),
-        q_norm=norm(h, attn + "q_norm.weight") if model.qk_norm else None,
-        k_norm=norm(h, attn + "k_norm.weight") if model.qk_norm else None,
-        attn_post_norm=norm(D, after_attention) if gemma else None,
-        mlp_norm=norm(D, before_mlp),
-        **_mlp_leaves(model),
-        mlp_post_norm=norm(D, block + "post_feedforward_layernorm.weight") if gemma else None,
+    before_mlp = "pre_feedforward_layernorm.weight" if gemma else after_attention
+    if (sizes := model.qwen35) and place < period - 1:
+        attn, heads, width = "linear_attn.", sizes.value_heads, sizes.value_heads * sizes.value_dim
+        channels = 2 * sizes.key_heads * sizes.key_dim + width
+        taps = (L, channels, 1, sizes.taps), (None, "tp", None, None)
+        leaves = {
+            "wo": split_in(width, D, attn + "out_proj"),
+            "in_qkv": split_out(D, channels, attn + "in_proj_qkv"),
+            "in_z": split_out(D, width, attn + "in_proj_z"),
+            "in_b": split_out(D, heads, attn + "in_proj_b"),
+            "in_a": split_out(D, heads, attn + "in_proj_a"),
+            "taps": leaf(*taps, f"{block}{attn}conv1d.weight", kind="taps"),
+            "a_log": vector(heads, attn + "A_log", "a_log", "tp"),
+            "dt_bias": vector(heads, attn + "dt_bias", "dt_bias", "tp"),
+            "out_norm": vector(sizes.value_dim, attn + "norm.weight", "out_norm"),
+        }
+    else:
+        attn, h = "self_attn.", model.head_dim
+        query_width, kv_width = model.num_heads * h, model.num_kv_heads * h
+        # In Qwen3.5 the gate follows the queries in each head.
+        widths = {"q": (2 if sizes else 1) * query_width, "k": kv_width, "v": kv_width}
+        leaves = {f"w{x}": split_out(D, n, f"{attn}{x}_proj") for x, n in widths.items()}
+        leaves["wo"] = split_in(query_width, D, attn + "o_proj")
+        if model.qkv_bias:
+            bias = functools.partial(vector, kind="bias", axis="tp")
+            leaves |= {f"b{x}": bias(n, f"{attn}{x}_proj.bias") for x, n in widths.items()}
+        if model.qk_norm:
+            leaves |= {f"{x}_norm": vector(h, f"{attn}{x}_norm.weight") for x in "qk"}
+        if gemma:
+            leaves["attn_post_norm"] = vector(D, after_attention)
+            leaves["mlp_post_norm"] = vector(D, "post_feedforward_layernorm.weight")
+    return Layers(
+        attn_norm=vector(D, "input_layernorm.weight"),
+        mlp_norm=vector(D, before_mlp),
+        gate=split_out(D, F, "mlp.gate_proj"),
+        up=split_out(D, F, "mlp.up_proj"),
+        down=split_in(F, D, "mlp.down_proj"),
+        **leaves,
     )
-    period = model.num_layers // L
-
-    def numbered(layers: Any, first: int) -> Any:
-        numbers = range(first, model.num_layers, period)
-        return jax.tree.map(lambda leaf: dataclasses.replace(leaf, layers=numbers), layers)
-
-    linear = [numbered(_linear_layer_table(model), i) for i in range(period - 1)]
-    return dataclasses.replace(numbered(layers, period - 1), linear=tuple(linear))
-
-
-def _linear_layer_table(model: ModelConfig) -> LinearLayers:
-    """The leaves of the linear layers at one place of the groups."""
-    sizes, L, D = model.qwen35, model.num_groups, model.hidden_size
-    assert sizes, "other families have no linear layers"
-    heads, width = sizes.value_heads, sizes.value_heads * sizes.value_dim
-    channels = 2 * sizes.key_heads * sizes.key_dim + width
-    block = "model.layers.{}."
-    attn = block + "linear_attn."
-
-    def vector(size: int, name: str, kind: str, axis: Axis = None) -> Leaf:
-        return Leaf((L, size), (None, axis), name, kind=kind)
-
-    taps = (L, channels, 1, sizes.taps), (None, "tp", None, None)
-    return LinearLayers(
-        attn_norm=vector(D, block + "input_layernorm.weight", "norm"),
-        in_qkv=_split_out(L, D, channels, attn + "in_proj_qkv"),
-        in_z=_split_out(L, D, width, attn + "in_proj_z"),
-        in_b=_split_out(L, D, heads, attn + "in_proj_b"),
-        in_a=_split_out(L, D, heads, attn + "in_proj_a"),
-        taps=Leaf(*taps, attn + "conv1d.weight", kind="taps"),
-        a_log=vector(heads, attn + "A_log", "a_log", "tp"),
-        dt_bias=vector(heads, attn + "dt_bias", "dt_bias", "tp"),
-        out_norm=vector(sizes.value_dim, attn + "norm.weight", "out_norm"),
-        wo=_split_in(L, width, D, attn + "out_proj"),
-        mlp_norm=vector(D, block + "post_attention_layernorm.weight", "norm"),
-        **_mlp_leaves(model),
-    )
-
-
-def _mlp_leaves(model: ModelConfig) -> dict[str, Any]:
-    L, D, F, mlp = (
-        model.num_groups,
-        model.hidden_size,
-        model.intermediate_size,
-        "model.layers.{}.mlp.",
-    )
-    return {
-        "gate": _split_out(L, D, F, mlp + "gate_proj"),
-        "up": _split_out(L, D, F, mlp + "up_proj"),
-        "down": _split_in(L, F, D, mlp + "down_proj"),
-    }
-
-
-def _split_out(L: int, n_in: int, n_out: int, name: str) -> Leaf:
-    """A matrix whose outputs are split over tp."""
-    return Leaf((L, n_in, n_out), (None, "fsdp", "tp"), name + ".weight", True)
-
-
-def _split_in(L: int, n_in: int, n_out: int, name: str) -> Leaf:
-    """A matrix whose inputs are split over tp."""
-    return Leaf((L, n_in, n_out), (None, ("tp", "fsdp"), None), name + ".weight", True)
 
 
 def _adapter_table(layers: Layers, model: ModelConfig, lora: Lora) -> Layers:
@@ -325,13 +280,11 @@ def _adapter_table(layers: Layers, model: ModelConfig, lora: Lora) -> Layers:
             block = block.replace("model.", "model.language_model.", 1)
         (L, n_in, n_out), (_, in_axis, out_axis) = matrix.shape, matrix.axes
         name, rank = f"base_model.model.{block}.{module}.lora_", lora.rank
-        a = Leaf(
-            (L, n_in, rank), (None, in_axis, None), name + "A.weight", True, "A", matrix.layers
+        leaf = functools.partial(Leaf, transposed=True, layers=matrix.layers)
+        return Adapter(
+            a=leaf((L, n_in, rank), (None, in_axis, None), name + "A.weight", kind="A"),
+            b=leaf((L, rank, n_out), (None, None, out_axis), name + "B.weight", kind="B"),
         )
-        b = Leaf(
-            (L, rank, n_out), (None, None, out_axis), name + "B.weight", True, "B", matrix.layers
-        )
-        return Adapter(a, b)
 
     return jax.tree.map(adapter, layers)
 

@@ -25,6 +25,7 @@ from model.layout import (
     make_mesh,
     mesh_text,
 )
+from model.linear_attention import CHUNK
 from model.network import Compute
 from model.params import ModelConfig, param_table, raise_if_indivisible
 from model.splash import LANES, MAX_COMPLETION_TOKENS, MAX_ROW_TOKENS
@@ -58,15 +59,20 @@ def plan_compute(
 
     itemsize = jnp.dtype(dtype).itemsize
     auto: tuple[int, ...] = (1, -1, 1)
+    heads = {"query heads": model.num_heads}
+    if model.qwen35:
+        heads["key heads of linear layers"] = model.qwen35.key_heads
     if model.lora:  # adapters need little memory, so the base is split only as far as it has to be
-        auto = (-1, 1, rollout_tp(model, devices, itemsize, math.inf, model.num_heads)[0])
+        common = math.gcd(*heads.values())
+        auto = (-1, 1, rollout_tp(model, devices, itemsize, math.inf, common)[0])
     mesh = make_mesh("MESH_SHAPE", cfg.mesh_shape, devices, auto)
     raise_if_indivisible("MESH_SHAPE", model, mesh)
-    if model.num_heads % mesh.shape["tp"]:  # in training each device has complete heads
-        raise UserMistake(
-            f"MESH_SHAPE (dp,fsdp,tp) = {mesh_text(mesh)}: tp={mesh.shape['tp']} does not divide "
-            f"the model's {model.num_heads} query heads; use a smaller tp and more dp"
-        )
+    for name, count in heads.items():
+        if count % mesh.shape["tp"]:  # in training each device has complete heads
+            raise UserMistake(
+                f"MESH_SHAPE (dp,fsdp,tp) = {mesh_text(mesh)}: tp={mesh.shape['tp']} does not "
+                f"divide the model's {count} {name}; use a smaller tp and more dp"
+            )
     layout = Layout(mesh, TRAIN_BATCH_AXES)
     processes, T = len(devices) // devices_per_process(devices), cfg.max_length_sample
     sequences = sizes.micro_batch_size * processes // layout.batch_shards  # of the widest row
@@ -202,9 +208,23 @@ def update_flops(model: ModelConfig, prompts: np.ndarray, completions: np.ndarra
     S, T = prompts[:, None], completions  # [P, 1], [P, K]
     # The pairs of a query and a key. Sliding windows are ignored: for Gemma 3 these are too many.
     pairs = (S**2 / 2).sum() + (T * S + T**2 / 2).sum()
-    attention = 4 * model.num_heads * model.head_dim * model.num_layers * pairs
+    attention = 4 * model.num_heads * model.head_dim * model.num_groups * pairs
+    if model.qwen35:
+        attention += linear_attention_flops(model) * (S.sum() + T.sum())
     layers = jax.tree.leaves(param_table(model).layers)
     matrices = sum(math.prod(leaf.shape) for leaf in layers if leaf.kind == "matrix")
     head = model.vocab_size * model.hidden_size * T.sum()
     passes = 2 if model.lora else 3  # matrices of the base have no gradient
     return float(passes * 2 * (matrices * (S.sum() + T.sum()) + head) + 3 * attention)
+
+
+def linear_attention_flops(model: ModelConfig) -> float:
+    """The FLOPs of the delta rule for a token in forward, in all layers."""
+    assert (sizes := model.qwen35), "other families have no linear layers"
+    dk, dv = sizes.key_dim, sizes.value_dim
+    # The products of keys and queries with the keys of the chunk.
+    of_key_head = 4 * CHUNK * dk
+    # The triangular system, the product with the corrections, and three with the state.
+    of_value_head = CHUNK * (dk + dv) + 2 * CHUNK * dv + 6 * dk * dv
+    of_layer = sizes.key_heads * of_key_head + sizes.value_heads * of_value_head
+    return (model.num_layers - model.num_groups) * of_layer

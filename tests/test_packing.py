@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from small_model import batch_of
 
-from rows import Batch, Limits, Widths, pack, plan_rows
+from rows import Batch, Limits, Widths, pack, plan_rows, prompts_of
 
 
 def numbered(lengths: list[int], prompts: list[int], T: int = 0) -> Batch:
@@ -108,6 +108,39 @@ def test_every_token_stands_in_one_place_of_a_row(shards: int, unit: int) -> Non
                 assert set(prompt[fed]) == {own} and set(start[fed]) == {fed[0]}
                 before = np.flatnonzero(prompt[: widths.S] == own)
                 assert ids[before].tolist() == given_ids[:-1]
+
+
+def test_with_chunks_prompts_end_and_groups_begin_at_their_multiples() -> None:
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8, 9], [10]]
+    ids = np.array([[11, 12, 13], [14, 15, 0], [16, 0, 0], [17, 0, 0], [18, 19, 0], [20, 0, 0]])
+    lengths = np.array([3, 2, 1, 1, 2, 1])
+    mask = (np.arange(3) < lengths[:, None]).astype(np.int32)
+    batch = batch_of(prompts, ids, mask, np.zeros((6, 3)), np.zeros(6))
+    x = pack(batch, [[2, 3, 0, 1, 4, 5]], Widths(S=12, C=16, Q=6, chunk=4), pad_id=0)
+    assert x.ids[0].tolist() == [0, 0, 1, 2, 0, 0, 0, 4, 5, 6, 7, 8] + [
+        *[9, 9, 0, 0],  # the prompts of the row are in order, its groups need not be
+        *[3, 11, 12, 3, 14, 0, 0, 0],
+        *[10, 18, 10, 0],
+    ]
+    assert x.prompt[0].tolist() == [-1, -1, 0, 0, -1, -1, -1, 1, 1, 1, 1, 1] + [
+        *[1, 1, -1, -1, 0, 0, 0, 0, 0, -1, -1, -1, 2, 2, 2, -1]
+    ]
+    assert x.places[0, 2].tolist() == [4, 5, 6], "targets begin with the group"
+    assert x.targets[0, 4:9].tolist() == [11, 12, 13, 14, 15]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_with_chunks_hold_what_is_planned_for_them(seed: int) -> None:
+    given = limits(max_length_sample=120, longest_prompt=96, unit=64, chunk=64, shards=2)
+    batch = geometric(30, 120, 16, 4, seed)
+    steps, widths = plan_rows(batch, range(64), given)
+    for rows in steps:
+        for row, prompt in zip(rows, pack(batch, rows, widths, pad_id=7).prompt, strict=True):
+            assert (prompt >= 0).sum() == sum(batch.lengths[i] for i in row) + sum(
+                batch.prompt_tokens(p) for p in prompts_of(batch, row)
+            )
+            for chunk in prompt.reshape(-1, 64):
+                assert len({*chunk} - {-1}) <= 1, "a chunk has one prompt"
 
 
 def test_a_prompt_longer_than_all_questions_has_the_rows_of_a_run_that_knew_of_it() -> None:

@@ -29,8 +29,15 @@ from model.layout import (
     mesh_text,
     shard_batch,
 )
-from model.params import Lora, ModelConfig
-from model.placement import choose_attention, num_params, plan_compute, rollout_tp, update_flops
+from model.params import Lora, ModelConfig, Qwen35, param_table
+from model.placement import (
+    choose_attention,
+    linear_attention_flops,
+    num_params,
+    plan_compute,
+    rollout_tp,
+    update_flops,
+)
 from startup import set_up
 from tools.plan import KNOWN_MODELS, known_config
 
@@ -56,6 +63,11 @@ PUBLISHED = {
     "Qwen/Qwen3-4B": 4_022_468_096,
     "Qwen/Qwen3-4B-Instruct-2507": 4_022_468_096,
     "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3.5-0.8B": 752_393_024,  # as all of Qwen3.5 without images and MTP
+    "Qwen/Qwen3.5-2B-Base": 1_881_825_088,
+    "Qwen/Qwen3.5-4B": 4_205_751_296,
+    "Qwen/Qwen3.5-9B": 8_953_803_264,
+    "Qwen/Qwen3.5-27B": 26_895_998_464,
     "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
     "meta-llama/Llama-3.2-3B": 3_212_749_824,
     "google/gemma-3-270m-it": 268_098_176,
@@ -186,6 +198,21 @@ def test_the_flops_of_an_update_by_hand() -> None:
     assert update_flops(adapted, *lengths) == 2 * forward + 4 * 4 * 8 * 3 * pairs
 
 
+def test_the_flops_of_linear_attention_by_hand() -> None:
+    """In a chunk of 64 tokens the key head of 4 numbers multiplies keys and queries with the keys,
+    2 * 2 * 64 * 4 for a token. A value head of 6 numbers solves a triangular system with 4 + 6
+    columns, 64 * 10, multiplies corrections, 2 * 64 * 6, and its state three times, 3 * 2 * 4 * 6.
+    Two of the four layers are linear."""
+    model = dataclasses.replace(MODEL, num_layers=4, qwen35=Qwen35(1, 1, 2, 4, 6, 4, 4))
+    assert linear_attention_flops(model) == 2 * (1024 + 2 * (640 + 768 + 144))
+    lengths, longer = (np.array([3]), np.array([[2]])), (np.array([3]), np.array([[3]]))
+    added = update_flops(model, *longer) - update_flops(model, *lengths)
+    table = jax.tree.leaves(param_table(model).layers)
+    matrices = sum(math.prod(leaf.shape) for leaf in table if leaf.kind == "matrix")
+    attention = 4 * 4 * 8 * 2 * (3 + 2.5)  # in the two full layers
+    assert added == 3 * (2 * matrices + 2 * 48 * 16 + attention + linear_attention_flops(model))
+
+
 # ---- Meshes and kernels of a run -----------------------------------------------------------------
 
 
@@ -202,6 +229,10 @@ def test_a_training_mesh_that_splits_a_head_is_refused_and_auto_makes_none() -> 
     cfg = Config.from_env({"NUM_PRE_Q": "8", "MESH_SHAPE": "1,1,8"})
     with pytest.raises(UserMistake, match="^MESH_SHAPE .*tp=8 does not divide the model's 12 qu"):
         plan_compute(cfg, model, derive_sizes(cfg, 1, 8), 16, jax.devices())
+    linear = dataclasses.replace(MODEL, num_layers=4, num_heads=8, num_kv_heads=8, vocab_size=64)
+    linear = dataclasses.replace(linear, qwen35=Qwen35(1, 4, 8, 4, 8, 4, 4))
+    with pytest.raises(UserMistake, match="tp=8 does not divide the model's 4 key heads of linear"):
+        plan_compute(cfg, linear, derive_sizes(cfg, 1, 8), 16, jax.devices())
     full = [device("NVIDIA H100 80GB HBM3", bytes_limit=1)] * 8
     assert [rollout_tp(model, full, 2, heads=heads)[0] for heads in (0, 12)] == [8, 4]
 

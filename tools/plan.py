@@ -44,7 +44,7 @@ from model.layout import devices_per_process, mesh_text
 from model.lora import read_lora
 from model.network import Compute
 from model.next_token import Sampling, support_size
-from model.params import Gemma3, ModelConfig, abstract_params, combine_params
+from model.params import Gemma3, ModelConfig, Qwen35, abstract_params, combine_params
 from model.placement import num_params, plan_compute, raise_if_too_long, rollout_mesh_text
 from rows import Batch, MicroBatch, Widths, pack
 from sampling import (
@@ -505,12 +505,18 @@ KNOWN_MODELS = {  # V, D, F, L, H, N, h, tied, positions
     "Qwen/Qwen3-4B": (151936, 2560, 9728, 36, 32, 8, 128, True, 32768),
     "Qwen/Qwen3-4B-Instruct-2507": (151936, 2560, 9728, 36, 32, 8, 128, True, 262144),
     "Qwen/Qwen3-8B": (151936, 4096, 12288, 36, 32, 8, 128, False, 32768),
+    "Qwen/Qwen3.5-0.8B": (248320, 1024, 3584, 24, 8, 2, 256, True, 262144),
+    "Qwen/Qwen3.5-2B": (248320, 2048, 6144, 24, 8, 2, 256, True, 262144),
+    "Qwen/Qwen3.5-4B": (248320, 2560, 9216, 32, 16, 4, 256, True, 262144),
+    "Qwen/Qwen3.5-9B": (248320, 4096, 12288, 32, 16, 4, 256, False, 262144),
+    "Qwen/Qwen3.5-27B": (248320, 5120, 17408, 64, 24, 4, 256, False, 262144),
     "meta-llama/Llama-3.2-1B": (128256, 2048, 8192, 16, 32, 8, 64, True, 131072),
     "meta-llama/Llama-3.2-3B": (128256, 3072, 8192, 28, 24, 8, 128, True, 131072),
     "google/gemma-3-270m": (262144, 640, 2048, 18, 4, 1, 256, True, 32768),
     "google/gemma-3-1b": (262144, 1152, 6912, 26, 4, 1, 256, True, 32768),
     "google/gemma-3-4b": (262208, 2560, 10240, 34, 8, 4, 256, True, 131072),
 }
+VALUE_HEADS = {"0.8B": 16, "2B": 16, "4B": 32, "9B": 32, "27B": 48}  # of Qwen3.5
 ENDINGS = re.compile("-(Instruct|Base|it|pt)$")
 
 
@@ -524,7 +530,9 @@ def known_config(path: str, revision: str = "") -> ModelConfig:
     if Path(path).is_dir() or revision or not known:
         return hf.read_config(hf.fetch_model(path, revision, ["config.json"]))
     V, D, F, L, H, N, h, tied, positions = KNOWN_MODELS[known[0]]
-    gemma3 = None
+    gemma3, qwen35 = None, None
+    if "Qwen3.5" in name:
+        qwen35 = Qwen35(3, 16, VALUE_HEADS[name.rpartition("-")[2]], 128, 128, 4, 64)
     if "gemma-3" in name:
         window, local = 1024 if "4b" in name else 512, tuple((i + 1) % 6 > 0 for i in range(L))
         gemma3 = Gemma3(h, 1.0, 1e4, window, local)
@@ -544,4 +552,5 @@ def known_config(path: str, revision: str = "") -> ModelConfig:
         qk_norm="Qwen3" in name or gemma3 is not None,
         max_positions=positions,
         gemma3=gemma3,
+        qwen35=qwen35,
     )

@@ -1,0 +1,400 @@
+"""Claims about Qwen3.5: packed rows, decoding and sharded programs give the numbers of a reference
+that goes token by token through each sequence alone, in float64 numpy."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runs import REPO, checkpoint_arrays, environment, few_examples, metric_records, train
+from small_model import NEVER, PAD, QWEN2, batch_of, layout, numpy_softmax, train_layout
+
+from config import Config
+from data import open_think_tag, pad_prompts
+from model import hf
+from model.attention import KV, prompt_rows
+from model.linear_attention import CHUNK
+from model.network import Compute, forward
+from model.next_token import Sampling
+from model.params import (
+    Leaf,
+    Params,
+    Qwen35,
+    abstract_params,
+    lm_head,
+    param_shardings,
+    param_table,
+)
+from rows import Limits, MicroBatch, pack, plan_rows
+from sampling import NaiveBackend, Stopping, prefill
+from startup import set_up
+from tools.bench import make_random_model
+from tools.plan import known_config
+from update import compute_logps_and_entropies
+
+# Two groups of a linear and a full layer.
+MODEL = dataclasses.replace(
+    QWEN2,
+    num_layers=4,
+    max_positions=512,
+    qkv_bias=False,
+    qk_norm=True,
+    qwen35=Qwen35(1, key_heads=2, value_heads=4, key_dim=6, value_dim=10, taps=4, rotated=4),
+)
+
+
+# ---- The reference -------------------------------------------------------------------------------
+
+
+@functools.cache
+def weights() -> Params:
+    """Float64 numpy parameters whose distributions depend on every token."""
+    rng = np.random.default_rng(3)
+
+    def draw(leaf: Leaf) -> np.ndarray:
+        x = rng.normal(size=leaf.shape)
+        if leaf.kind in ("norm", "out_norm", "a_log", "dt_bias"):
+            return 0.3 * x + (leaf.kind == "out_norm")
+        scales = {"embed": 1.0, "lm_head": 0.4, "conv1d": 0.6}
+        known = [scale for word, scale in scales.items() if word in leaf.name]
+        return x * (known[0] if known else leaf.shape[1] ** -0.5)
+
+    return jax.tree.map(draw, param_table(MODEL))
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def rms(x: np.ndarray) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + MODEL.rms_norm_eps)
+
+
+def linear_layer(y: np.ndarray, w: Any) -> np.ndarray:
+    """The output of linear attention before its projection, [n, value_heads * value_dim]."""
+    c, n = MODEL.qwen35, len(y)
+    x = np.concatenate([np.zeros((c.taps - 1, w.in_qkv.shape[1])), y @ w.in_qkv])
+    x = silu(sum(x[i : i + n] * w.taps[:, 0, i] for i in range(c.taps)))
+    q, k, v = np.split(x, [c.key_heads * c.key_dim, 2 * c.key_heads * c.key_dim], axis=1)
+    share, v = c.value_heads // c.key_heads, v.reshape(n, c.value_heads, c.value_dim)
+    q, k = (z.reshape(n, c.key_heads, c.key_dim).repeat(share, axis=1) for z in (q, k))
+    q, k = (z / np.sqrt((z * z).sum(axis=-1, keepdims=True) + 1e-6) for z in (q, k))
+    beta = 1 / (1 + np.exp(-y @ w.in_b))
+    decay = np.exp(-np.exp(w.a_log) * np.log1p(np.exp(y @ w.in_a + w.dt_bias)))
+    state, out = np.zeros((c.value_heads, c.key_dim, c.value_dim)), []
+    for t in range(n):
+        state = state * decay[t][:, None, None]
+        new = beta[t][:, None] * (v[t] - np.einsum("hkv,hk->hv", state, k[t]))
+        state = state + k[t][:, :, None] * new[:, None]
+        out.append(np.einsum("hkv,hk->hv", state, q[t]) / np.sqrt(c.key_dim))
+    return (w.out_norm * rms(np.stack(out))).reshape(n, -1) * silu(y @ w.in_z)
+
+
+def full_layer(y: np.ndarray, w: Any) -> np.ndarray:
+    """The gated output of attention before its projection, [n, H*h]."""
+    n, H, h, half = len(y), MODEL.num_heads, MODEL.head_dim, MODEL.qwen35.rotated // 2
+    angles = np.arange(n)[:, None, None] * MODEL.rope_theta ** (-np.arange(half) / half)
+
+    def rotate(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
+        a, b, rest = np.split(rms(x) * (1 + scale), [half, 2 * half], axis=-1)
+        cos, sin = np.cos(angles), np.sin(angles)
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
+
+    q, gate = np.split((y @ w.wq).reshape(n, H, 2 * h), 2, axis=-1)
+    k, v = ((y @ x).reshape(n, -1, h) for x in (w.wk, w.wv))
+    k, v = (x.repeat(H // MODEL.num_kv_heads, axis=1) for x in (rotate(k, w.k_norm), v))
+    scores = np.einsum("ihd,jhd->hij", rotate(q, w.q_norm), k) / np.sqrt(h)
+    scores = np.exp(np.where(np.tri(n, dtype=bool), scores, -np.inf))
+    out = np.einsum("hij,jhd->ihd", scores / scores.sum(axis=-1, keepdims=True), v)
+    return (out / (1 + np.exp(-gate))).reshape(n, -1)
+
+
+def reference(params: Params, ids: Sequence[int]) -> np.ndarray:
+    """[n, V] float64: the logits after each of n tokens."""
+    x = params.embed[list(ids)]
+    for i in range(MODEL.num_groups):
+        full = jax.tree.map(lambda x, i=i: x[i], params.layers)
+        for w, attend in [(full.linear[0], linear_layer), (full, full_layer)]:
+            x = x + attend(rms(x) * (1 + w.attn_norm), w) @ w.wo
+            y = rms(x) * (1 + w.mlp_norm)
+            x = x + (silu(y @ w.gate) * (y @ w.up)) @ w.down
+    return rms(x) * (1 + params.final_norm) @ params.lm_head.T
+
+
+def reference_logps(params: Params, prompt: Sequence[int], completion: Sequence[int]) -> np.ndarray:
+    """[n] float64: the log-probability of each of n completion tokens."""
+    probs = numpy_softmax(reference(params, [*prompt, *completion[:-1]])[len(prompt) - 1 :])
+    return np.log(probs[np.arange(len(completion)), list(completion)])
+
+
+# ---- Packed rows ---------------------------------------------------------------------------------
+
+# The first prompt is empty in a row, the second is shorter than the convolution.
+PROMPTS = [1, 3, 71]
+LENGTHS = [1, 2, 63, 64, 65, 3, 1, 30, 5]  # K = 3
+
+
+@functools.cache
+def packed() -> tuple[list[list[int]], np.ndarray, np.ndarray, list[MicroBatch]]:
+    """The prompts, completion_ids [9, 65] and lengths, and all of them in a single row."""
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(0, 39, n).tolist() for n in PROMPTS]
+    lengths = np.array(LENGTHS, np.int32)
+    ids = rng.integers(0, 39, (9, 65)).astype(np.int32)
+    mask = (np.arange(65) < lengths[:, None]).astype(np.int32)
+    zeros = np.zeros(ids.shape, np.float32)
+    batch = batch_of(prompts, ids, mask, zeros, zeros[:, 0])
+    limits = Limits(1, 9, 3, 65, 128, unit=CHUNK, chunk=CHUNK)
+    [rows], widths = plan_rows(batch, range(9), limits)
+    return prompts, ids, lengths, [pack(batch, rows, widths, pad_id=PAD)]
+
+
+def mean_logp(params: Params, compute: Compute, x: MicroBatch) -> tuple[jax.Array, jax.Array]:
+    logps, _ = compute_logps_and_entropies(params, x, 1.0, compute)
+    return (logps * x.completion_mask).sum() / sum(LENGTHS), logps
+
+
+gradient = jax.jit(jax.value_and_grad(mean_logp, has_aux=True), static_argnums=1)
+
+
+def float32_weights() -> Params:
+    return jax.tree.map(np.float32, weights())
+
+
+@functools.cache
+def on_a_device() -> Any:
+    compute = Compute(MODEL, jnp.dtype("float32"), train_layout(1, 1, 1))
+    return gradient(float32_weights(), compute, packed()[3][0])
+
+
+def test_packed_completions_begin_with_the_state_of_their_prompt() -> None:
+    prompts, ids, lengths, [row] = packed()
+    (_, logps), _ = on_a_device()
+    assert row.ids.shape == (1, 256 + 512), "192 places of prompts; 192, 128 and 36 of groups"
+    order = row.sequences[row.sequences >= 0]
+    assert sorted(order) == [*range(9)]
+    for place, i in enumerate(order):
+        expected = reference_logps(weights(), prompts[i // 3], ids[i, : lengths[i]])
+        np.testing.assert_allclose(logps[place, : lengths[i]], expected, rtol=0, atol=2e-5)
+
+
+def test_the_gradient_of_packed_rows_is_that_of_the_reference() -> None:
+    """Along a random direction of all weights, by central differences in float64."""
+    prompts, ids, lengths, _ = packed()
+    _, grads = on_a_device()
+    rng = np.random.default_rng(7)
+    direction = jax.tree.map(lambda x: rng.normal(size=x.shape) * x.std(), weights())
+    step = 1e-5
+
+    def mean(sign: float) -> float:
+        params = jax.tree.map(lambda x, d: x + sign * step * d, weights(), direction)
+        sums = [
+            reference_logps(params, prompts[i // 3], ids[i, :n]).sum()
+            for i, n in enumerate(lengths)
+        ]
+        return sum(sums) / sum(LENGTHS)
+
+    slope = sum(jax.tree.leaves(jax.tree.map(lambda g, d: (g * d).sum(), grads, direction)))
+    assert slope == pytest.approx((mean(1) - mean(-1)) / (2 * step), rel=2e-4)
+
+
+@pytest.mark.parametrize(
+    "mesh, remat, layer_loop", [((1, 1, 2), "full", "unroll"), ((1, 2, 2), "dots", "scan")]
+)
+def test_meshes_remat_and_unrolled_layers_leave_the_gradient_unchanged(
+    mesh: tuple[int, int, int], remat: str, layer_loop: str
+) -> None:
+    compute = Compute(
+        MODEL, jnp.dtype("float32"), train_layout(*mesh), remat=remat, layer_loop=layer_loop
+    )
+    params = jax.device_put(float32_weights(), param_shardings(MODEL, compute.layout.mesh))
+    rows = compute.layout.batch_shards
+    [row] = packed()[3]
+    row = jax.tree.map(lambda x: np.concatenate([x] * rows), row)
+    (mean, logps), grads = gradient(params, compute, row)
+    (expected, expected_logps), expected_grads = on_a_device()
+    np.testing.assert_allclose(mean / rows, expected, rtol=1e-5)
+    for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
+        np.testing.assert_allclose(x / rows, y, rtol=0, atol=2e-5 * np.abs(y).max())
+
+
+# ---- Decoding ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "layer_loop, mesh, K",
+    [("scan", (1, 1, 1), 1), ("unroll", (1, 1, 1), 8), ("scan", (1, 2, 2), 8)],
+)
+def test_sampled_logps_are_those_of_the_reference(
+    layer_loop: str, mesh: tuple[int, int, int], K: int
+) -> None:
+    """After 1, 2, 64, 65, 66 and 201 tokens of prompts that are padded on the left, with sequences
+    that leave the batch when they have ended."""
+    rng = np.random.default_rng(9)
+    prompts = [rng.integers(0, 39, n).tolist() for n in (1, 2, 3, 64, 65, 66, 200, 201)]
+    compute = Compute(MODEL, jnp.dtype("float32"), layout(*mesh), layer_loop=layer_loop)
+    stop_ids = (NEVER,) if K == 1 else (0, 7, 11)
+    backend = NaiveBackend(compute, Stopping(12, stop_ids, PAD), drop_ended=True)
+    backend.update_weights(
+        jax.device_put(float32_weights(), param_shardings(MODEL, compute.layout.mesh))
+    )
+    sequence_ids = np.arange(len(prompts) * K, dtype=np.int32)
+    drawn = backend.generate(
+        *pad_prompts(prompts, 210, PAD), sequence_ids, jax.random.key(0), Sampling(1.0)
+    )
+    assert K == 1 or len({*drawn.computed_tokens}) > 1, "sequences leave"
+    for i, n in enumerate(drawn.lengths):
+        expected = reference_logps(weights(), prompts[i // K], drawn.completion_ids[i, :n])
+        np.testing.assert_allclose(drawn.sampling_logps[i, :n], expected, rtol=0, atol=2e-5)
+
+
+def test_the_states_of_decoding_are_as_large_for_any_number_of_tokens() -> None:
+    """Those of 0.8B: 18 linear layers of 16 heads of 128 * 128 float32 are 18 MiB."""
+    model = known_config("Qwen/Qwen3.5-0.8B")
+    compute = Compute(model, jnp.dtype("bfloat16"), layout(1, 1, 1), layer_loop="unroll")
+    params = abstract_params(model, compute.layout.mesh, jnp.bfloat16, "unroll")
+    sizes = []
+    for S, width in ((64, 32), (1024, 4096)):
+        ids = jax.ShapeDtypeStruct((2, S + 1), jnp.int32)
+        prefix = prefill.eval_shape(params, compute, ids, ids)
+        begin = functools.partial(KV.begin_completions, num_sequences=16, tokens=width)
+        kvs = [jax.eval_shape(begin, kv) for kv in prefix]
+        assert {kv.k.shape for kv in kvs} == {(16, 2, 256, width)}
+        states = jax.tree.leaves([kv.states for kv in kvs])
+        sizes.append(sum(x.size * x.dtype.itemsize for x in states))
+    conv = 18 * 3 * 6144 * 2
+    assert sizes == [16 * (18 * 2**20 + conv)] * 2
+
+
+# ---- Runs ----------------------------------------------------------------------------------------
+
+TINY_QWEN35 = {
+    "model_type": "qwen3_5_text",
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "head_dim": 32,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+}
+RUN = environment("STEPS=3 BATCH_SIZE=4 TRAIN_MICRO_BATCH_SIZE=4 SAVE_EVERY_STEPS=1 REMAT=full")
+
+
+@pytest.mark.slow
+def test_a_cold_start_and_grpo_behind_it_are_resumed_to_the_bit(tmp_path: Path) -> None:
+    make_random_model(REPO / "tiny", tmp_path / "model", TINY_QWEN35)
+    sft = environment("SCRIPT=train_sft.py REWARD_FN= REWARD_WEIGHTS= COMPLETION_COLUMN=answer")
+    first = str(tmp_path / "model")
+    for name, script in (("sft", sft), ("grpo", {"NUM_PRE_Q": "4", "LORA_RANK": "2"})):
+        settings = RUN | script | {"MODEL_PATH": first}
+        outs = tmp_path / name, tmp_path / f"{name}_again"
+        train(outs[0], **settings)
+        train(outs[1], **settings | {"STEPS": "2"})
+        train(outs[1], **settings)
+        ours, theirs = (checkpoint_arrays(out, 3) for out in outs)
+        assert ours.keys() == theirs.keys()
+        assert all(ours[key].tobytes() == theirs[key].tobytes() for key in ours)
+        assert metric_records(outs[0]) == metric_records(outs[1])
+        first = str(tmp_path / name / "hf")
+
+
+# ---- transformers' numbers -----------------------------------------------------------------------
+
+
+def random_config(seed: int) -> Any:
+    import transformers
+
+    rng = np.random.default_rng(seed)
+
+    def pick(*values: int) -> int:
+        return int(rng.choice(values))
+
+    interval, key_heads, head_dim = pick(2, 3, 4), pick(1, 2, 3), pick(8, 16, 24)
+    pairs = head_dim // 4
+    return transformers.Qwen3_5TextConfig(
+        vocab_size=pick(50, 97),
+        hidden_size=pick(24, 40),
+        intermediate_size=pick(40, 56),
+        num_hidden_layers=interval * pick(1, 2),
+        full_attention_interval=interval,
+        num_attention_heads=4,
+        num_key_value_heads=pick(1, 2, 4),
+        head_dim=head_dim,
+        linear_num_key_heads=key_heads,
+        linear_num_value_heads=key_heads * pick(1, 2, 3),
+        linear_key_head_dim=pick(4, 8, 12),
+        linear_value_head_dim=pick(4, 8, 20),
+        linear_conv_kernel_dim=pick(2, 4),
+        max_position_embeddings=512,
+        tie_word_embeddings=bool(pick(0, 1)),
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3],
+            "mrope_interleaved": True,
+        },
+    )
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("seed", range(5))
+def test_random_models_have_transformers_logits_and_gradients(seed: int, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    torch.manual_seed(seed)
+    other = transformers.Qwen3_5ForCausalLM(random_config(seed)).eval()
+    with torch.no_grad():
+        for name, x in other.named_parameters():
+            scale = 1.0 if "embed" in name else 0.3 if x.ndim < 2 else x[0].numel() ** -0.5
+            x.normal_(float("linear_attn.norm" in name), scale)
+    other.save_pretrained(tmp_path)
+    ids = np.random.default_rng(seed).integers(0, 50, (2, 130))
+    theirs = other(input_ids=torch.tensor(ids)).logits
+    torch.log_softmax(theirs, dim=-1).mean().backward()
+    model, mesh = hf.read_config(tmp_path), train_layout(1, 1, 1).mesh
+    compute = Compute(model, jnp.dtype("float32"), train_layout(1, 1, 1))
+    rows = prompt_rows(np.ones(ids.shape, bool))
+    positions = np.arange(130)[None].repeat(2, axis=0)
+
+    def mean(params: Params) -> tuple[jax.Array, jax.Array]:
+        hidden, _ = forward(params, compute, ids, positions, rows)
+        logits = hidden @ lm_head(params).T
+        return jax.nn.log_softmax(logits).mean(), logits
+
+    params = hf.load_params(tmp_path, model, mesh, np.float32)
+    (_, logits), grads = jax.jit(jax.value_and_grad(mean, has_aux=True))(params)
+    theirs = theirs.detach().numpy()
+    np.testing.assert_allclose(logits, theirs, rtol=0, atol=2e-5 * np.abs(theirs).max())
+    expected = {name: x.grad.numpy() for name, x in other.named_parameters()}
+    ours = dict(hf.hf_tensors(grads, model))
+    assert ours.keys() == expected.keys()
+    for name, x in expected.items():
+        np.testing.assert_allclose(ours[name], x, rtol=0, atol=1e-4 * np.abs(x).max(), err_msg=name)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    "name, thinks, tag",
+    [("nothink", None, ""), ("nothink", True, "<think>\n"), ("think", None, "<think>\n")]
+    + [("think", False, "")],
+)
+def test_the_released_templates_think_as_chat_template_kwargs_says(
+    name: str, thinks: bool | None, tag: str
+) -> None:
+    """Those of 0.8B and 2B, then those of larger models; rewards see a tag that a prompt opens."""
+    trl = pytest.importorskip("trl")
+    template = Path(trl.__file__).parent / "chat_templates" / f"qwen3_5_{name}.jinja"
+    env = {"CHAT_TEMPLATE": str(template), "DATASET": str(few_examples()), "EVAL_EVERY_STEPS": "0"}
+    if thinks is not None:
+        env["CHAT_TEMPLATE_KWARGS"] = json.dumps({"enable_thinking": thinks})
+    run = set_up(Config.from_env(env))
+    assert open_think_tag(run.train_prompts[0], run.rollout.tokenizer) == tag

@@ -119,7 +119,8 @@ class NaiveBackend:
             width=stage_ends(stopping.max_length_sample, compute.layer_loop)[0],
             sampling=sampling,
             stopping=stopping,
-        )
+        )._replace(prompt=map_kv(lambda kv: kv._replace(states=()), prefix))
+        del prefix  # The completions have copies of its states.
         parts = decode_all(
             self._weights, compute, decoding, sampling=sampling, stopping=stopping, drop=drop
         )
@@ -261,9 +262,7 @@ class Decoding(NamedTuple):
         return jax.tree.leaves(self.completion)[0].shape[-1]
 
 
-@functools.partial(
-    jax.jit, static_argnames=("compute", "width", "sampling", "stopping"), donate_argnames="prefix"
-)
+@functools.partial(jax.jit, static_argnames=("compute", "width", "sampling", "stopping"))
 def begin(
     compute: Compute,
     prompt_ids: jax.Array,
@@ -277,7 +276,10 @@ def begin(
     sampling: Sampling,
     stopping: Stopping,
 ) -> Decoding:
-    """The sequences before their first token. prefix: from prefill. width: tokens of the caches."""
+    """The sequences before their first token, without `prompt`, which the caller has.
+
+    prefix: from prefill. width: tokens of the caches.
+    """
     layout, B, T = compute.layout, sequence_ids.shape[0], stopping.max_length_sample
     per_prompt = B // len(prompt_ids)
     *_, prefix_mask = split_prefix(prompt_ids, prompt_mask)
@@ -305,7 +307,7 @@ def begin(
         live=jnp.int32(B // layout.batch_shards),
         key=key,
         **_split_sequences(per_sequence, compute),
-        prompt=map_kv(lambda kv: kv._replace(states=()), prefix),
+        prompt=None,
         prompt_mask=prefix_mask,
         completion=_split_sequences(completion, compute, _kv_axis(compute)),
     )

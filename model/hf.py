@@ -165,9 +165,8 @@ def read_config(folder: Path) -> ModelConfig:
             sees_images="text_config" in file_values,
         )
     if is_qwen35:
-        need(
-            values.get("output_gate_type", "swish") in ("swish", "silu"), "output_gate_type", "silu"
-        )
+        is_silu = values.get("output_gate_type", "silu") in ("silu", "swish")
+        need(is_silu, "output_gate_type", "silu")
         qwen35 = _qwen35(config, need)
     # transformers 5 writes rope_parameters, and earlier versions wrote rope_scaling.
     key = "rope_scaling" if "rope_scaling" in values else "rope_parameters"
@@ -310,7 +309,8 @@ def hf_tensors(
         for i, number in enumerate(leaf.layers or [0]):
             tensor = gather_to_host(array[i] if leaf.layers else array)
             tensor = np.ascontiguousarray(tensor.T if leaf.transposed else tensor)
-            yield leaf.name.format(number), tensor.astype(leaf.dtype(dtype or tensor.dtype))
+            dtype_of_tensor = leaf.dtype(dtype or tensor.dtype)
+            yield leaf.name.format(number), tensor.astype(dtype_of_tensor, copy=False)
 
 
 def _without_or_only_adapters(table: Params, only_adapters: bool) -> Params:

@@ -294,18 +294,18 @@ def _after_attention(
     gate: from _qkv."""
     layout, model, lora = compute.layout, compute.model, compute.model.lora
 
-    def normed(y: jax.Array, name: str) -> jax.Array:
-        return _rms_norm(y, getattr(w.base, name), model) if model.gemma3 else y
+    def normed(y: jax.Array, scale: jax.Array | None) -> jax.Array:
+        return y if scale is None else _rms_norm(y, scale, model)
 
     if gate is not None:
         out = out * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(out.dtype).reshape(out.shape)
     out = constrain(out.reshape(len(x), -1), layout, TRAIN_BATCH_AXES, "tp")
     y = constrain(w.linear(out, "wo", lora), layout, TRAIN_BATCH_AXES)
-    x = x + normed(y, "attn_post_norm")
+    x = x + normed(y, w.base.attn_post_norm)
     y = _rms_norm(x, w.base.mlp_norm, model)
     y = _activation(w.linear(y, "gate", lora), model) * w.linear(y, "up", lora)  # [X*t, F]
     y = constrain(w.linear(y, "down", lora), layout, TRAIN_BATCH_AXES)
-    return x + normed(y, "mlp_post_norm")
+    return x + normed(y, w.base.mlp_post_norm)
 
 
 def _activation(x: jax.Array, model: ModelConfig) -> jax.Array:
@@ -318,9 +318,7 @@ def _activation(x: jax.Array, model: ModelConfig) -> jax.Array:
 def _rms_norm(x: jax.Array, scale: jax.Array, model: ModelConfig) -> jax.Array:
     x32 = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + model.rms_norm_eps)
-    if (
-        model.norms_add_one
-    ):  # the scale is rounded first, so that training and rollout have the same
+    if model.norms_add_one:  # to the rounded scale, so that training and rollout have the same
         return (x32 * inverse * (1 + scale.astype(x.dtype).astype(jnp.float32))).astype(x.dtype)
     return (x32 * inverse).astype(x.dtype) * scale.astype(x.dtype)
 
@@ -330,7 +328,7 @@ def _rms_norm(x: jax.Array, scale: jax.Array, model: ModelConfig) -> jax.Array:
 
 def _rotary(model: ModelConfig, positions: jax.Array) -> Rotary:
     """cos and sin [X, t, 1, h/2] float32 of positions [X, t]; of Gemma 3 [2, X, t, 1, h/2], for
-    global and for local layers; of Qwen3.5 fewer than h/2."""
+    global and for local layers; of Qwen3.5 [X, t, 1, rotated/2]."""
     angles = positions[:, :, None, None].astype(jnp.float32) * inverse_frequencies(model)
     return jnp.cos(angles), jnp.sin(angles)
 
@@ -341,8 +339,8 @@ def _rotary_of_layer(rotary: Rotary, local: jax.Array | None) -> Rotary:
 
 
 def _rotate(x: jax.Array, rotary: Rotary) -> jax.Array:
-    """x [X, t, heads, h] with its halves (not pairs) rotated, as Hugging Face's weights need it. In
-    Qwen3.5 these are the halves of the first numbers of h."""
+    """x [X, t, heads, h] with its halves (not pairs) rotated, as Hugging Face's weights need it. Of
+    Qwen3.5 only the first numbers of h are rotated."""
     cos, sin = rotary
     half = cos.shape[-1]
     left, right, rest = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)

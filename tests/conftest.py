@@ -16,8 +16,6 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["WANDB_API_KEY"] = ""  # no test logs to the W&B of whoever runs it
 # NumPy's references multiply small matrices, and its threads would wait for a core that is busy.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# The devices wait for each other in threads of XLA, which would have one for each core.
-os.environ.setdefault("NPROC", "16")
 
 from cloud import Cloud  # noqa: E402 - NumPy, which it imports, reads the environment
 from runs import FASTER_TO_COMPILE, FLAGS  # noqa: E402

@@ -85,7 +85,6 @@ def start(
     settings = {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {FLAGS}",
-        "NPROC": "16",  # as in conftest.py
         "JAX_COMPILATION_CACHE_DIR": str(out.parent / "cache"),
         "RECORD_TO": str(out / "completions.jsonl"),
         "OUTPUT_DIR": str(out),

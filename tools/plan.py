@@ -40,6 +40,7 @@ from infra.sizes import (
     suggest_smaller_size,
 )
 from model import hf
+from model.attention import map_kv
 from model.layout import devices_per_process, mesh_text
 from model.lora import read_lora
 from model.network import Compute
@@ -446,8 +447,9 @@ def rollout_programs(
     )
     # In stacked keys and values the dimension of layers comes before that of sequences.
     kv_axes = (None, batch_axes) if rollout.layer_loop == "scan" else (batch_axes,)
+    prompt = map_kv(lambda kv: kv._replace(states=()), prefix)
     state = on_mesh(state, batch_axes)._replace(
-        prompt=on_mesh(state.prompt, *kv_axes), completion=on_mesh(state.completion, *kv_axes)
+        prompt=on_mesh(prompt, *kv_axes), completion=on_mesh(state.completion, *kv_axes)
     )
     arguments = weights, rollout, prompt_ids, prompt_mask
     programs = {

@@ -343,8 +343,9 @@ def _rotate(x: jax.Array, rotary: Rotary) -> jax.Array:
     Qwen3.5 only the first numbers of h are rotated."""
     cos, sin = rotary
     half = cos.shape[-1]
-    left, right, rest = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)
-    rotated = jnp.concatenate([left * cos - right * sin, right * cos + left * sin, rest], axis=-1)
+    ends = [half] if 2 * half == x.shape[-1] else [half, 2 * half]
+    left, right, *rest = jnp.split(x.astype(jnp.float32), ends, axis=-1)
+    rotated = jnp.concatenate([left * cos - right * sin, right * cos + left * sin, *rest], axis=-1)
     return rotated.astype(x.dtype)
 
 

@@ -229,7 +229,7 @@ def test_meshes_remat_and_unrolled_layers_leave_the_gradient_unchanged(
 
 @pytest.mark.parametrize(
     "layer_loop, mesh, K",
-    [("scan", (1, 1, 1), 1), ("unroll", (1, 1, 1), 8), ("scan", (1, 2, 2), 8)],
+    [("scan", (1, 1, 1), 1), ("unroll", (1, 1, 1), 8), ("scan", (2, 2, 2), 8)],
 )
 def test_sampled_logps_are_those_of_the_reference(
     layer_loop: str, mesh: tuple[int, int, int], K: int

@@ -132,8 +132,7 @@ def read_config(folder: Path) -> ModelConfig:
             raise UserMistake(f"{path}: {key}={values.get(key)!r} is not supported; {supported} is")
 
     model_type = values.get("model_type")
-    is_gemma = model_type == "gemma3_text"
-    is_qwen35 = model_type == "qwen3_5_text"
+    is_gemma, is_qwen35 = model_type == "gemma3_text", model_type == "qwen3_5_text"
     known = is_gemma or is_qwen35 or model_type in ("qwen2", "qwen3", "llama")
     need(known, "model_type", "qwen2, qwen3, llama, gemma3_text, gemma3 or qwen3_5")
     for key, value in ONLY.items():
@@ -150,7 +149,7 @@ def read_config(folder: Path) -> ModelConfig:
     with reading(f"{path} cannot be read"):
         # Without the folder none of its code can run. transformers changes the values that it gets.
         config = AutoConfig.for_model(**copy.deepcopy(values))
-    rope, gemma3, qwen35, llama3 = config.rope_parameters, None, None, None
+    rope, gemma3, llama3 = config.rope_parameters, None, None
     if is_gemma:
         local_rope, rope = rope[LOCAL], rope[GLOBAL]
         is_default = local_rope["rope_type"] == "default"
@@ -164,15 +163,11 @@ def read_config(folder: Path) -> ModelConfig:
             local_layers=tuple(layer_type == LOCAL for layer_type in config.layer_types),
             sees_images="text_config" in file_values,
         )
-    if is_qwen35:
-        is_silu = values.get("output_gate_type", "silu") in ("silu", "swish")
-        need(is_silu, "output_gate_type", "silu")
-        qwen35 = _qwen35(config, need)
+    qwen35 = _qwen35(config, need) if is_qwen35 else None
     # transformers 5 writes rope_parameters, and earlier versions wrote rope_scaling.
     key = "rope_scaling" if "rope_scaling" in values else "rope_parameters"
     scaled = "linear" if is_gemma else "llama3"
-    types = ("default",) if is_qwen35 else ("default", scaled)
-    need(rope["rope_type"] in types, key, f"rope_type {' or '.join(types)}")
+    need(rope["rope_type"] in ("default", scaled), key, f"rope_type default or {scaled}")
     if rope["rope_type"] == "llama3":
         if "original_max_position_embeddings" not in values[key]:  # transformers would guess it
             raise UserMistake(f"{path}: {key} has no 'original_max_position_embeddings'")
@@ -201,6 +196,10 @@ def read_config(folder: Path) -> ModelConfig:
 
 def _qwen35(config: Any, need: Callable[[bool, str, str], None]) -> Qwen35:
     """The part of a ModelConfig of transformers' config of a Qwen3.5. need: see read_config."""
+    is_silu = getattr(config, "output_gate_type", "silu") in ("silu", "swish")
+    need(is_silu, "output_gate_type", "silu")
+    is_default = config.rope_parameters["rope_type"] == "default"
+    need(is_default, "rope_parameters", "rope_type default")
     types, h = config.layer_types, config.head_dim
     group = types[: types.index(GLOBAL) + 1] if GLOBAL in types else types
     groups = f"one number of {LINEAR} layers before each {GLOBAL} layer"

@@ -290,9 +290,8 @@ RUN = environment("STEPS=3 BATCH_SIZE=4 TRAIN_MICRO_BATCH_SIZE=4 SAVE_EVERY_STEP
 @pytest.mark.slow
 def test_a_cold_start_and_grpo_behind_it_are_resumed_to_the_bit(tmp_path: Path) -> None:
     make_random_model(REPO / "tiny", tmp_path / "model", TINY_QWEN35)
-    sft = environment(
-        "SCRIPT=train_sft.py REWARD_FN= REWARD_WEIGHTS= COMPLETION_COLUMN=answer MAX_LENGTH_SAMPLE=96"
-    )
+    sft = environment("SCRIPT=train_sft.py REWARD_FN= REWARD_WEIGHTS= MAX_LENGTH_SAMPLE=96")
+    sft["COMPLETION_COLUMN"] = "answer"
     first = str(tmp_path / "model")
     for name, script in (("sft", sft), ("grpo", {"NUM_PRE_Q": "4", "LORA_RANK": "2"})):
         settings = RUN | script | {"MODEL_PATH": first}

@@ -214,7 +214,7 @@ class LayerWeights(NamedTuple):
         """The linear layers of the group, and then its full layer."""
 
         def split(layers: Any) -> list[Any]:
-            return [*layers.linear, dataclasses.replace(layers, linear=())]
+            return [*(layers.linear or []), dataclasses.replace(layers, linear=None)]
 
         base = split(self.base)
         adapters = split(self.adapters) if self.adapters else [None] * len(base)

@@ -124,7 +124,8 @@ class Layers:
     a_log: Any = None
     dt_bias: Any = None
     out_norm: Any = None
-    linear: tuple["Layers", ...] = ()  # for each place before a full layer the linear layers there
+    # The linear layers at each place before a full layer. (A tuple would be unrolled layers.)
+    linear: list["Layers"] | None = None
 
 
 # Fields and kinds of leaves that are float32 in each copy of the weights, as in files of Qwen3.5.
@@ -205,7 +206,7 @@ def param_table(model: ModelConfig, layer_loop: str = "scan") -> Params:
 
 def _layer_table(model: ModelConfig) -> Layers:
     *linear, full = (_leaves_at(model, i) for i in range(model.num_layers // model.num_groups))
-    return dataclasses.replace(full, linear=tuple(linear))
+    return dataclasses.replace(full, linear=linear or None)
 
 
 def _leaves_at(model: ModelConfig, place: int) -> Layers:

@@ -24,9 +24,11 @@ from model.network import Compute, forward
 from model.next_token import Sampling
 from model.params import (
     Leaf,
+    ModelConfig,
     Params,
     Qwen35,
     abstract_params,
+    arrange_layers,
     lm_head,
     param_shardings,
     param_table,
@@ -36,7 +38,7 @@ from sampling import NaiveBackend, Stopping, prefill
 from startup import set_up
 from tools.bench import make_random_model
 from tools.plan import known_config
-from update import compute_logps_and_entropies
+from update import _add, compute_logps_and_entropies
 
 # Two groups of a linear and a full layer.
 MODEL = dataclasses.replace(
@@ -222,6 +224,18 @@ def test_meshes_remat_and_unrolled_layers_leave_the_gradient_unchanged(
     np.testing.assert_allclose(mean / rows, expected, rtol=1e-5)
     for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
         np.testing.assert_allclose(x / rows, y, rtol=0, atol=2e-5 * np.abs(y).max())
+
+
+@pytest.mark.parametrize("model", [MODEL, QWEN2])
+def test_gradients_of_stacked_and_of_unrolled_layers_add_up_to_stacked_ones(
+    model: ModelConfig,
+) -> None:
+    ones = jax.tree.map(lambda leaf: np.ones(leaf.shape, np.float32), param_table(model))
+    for grads in (ones, arrange_layers(ones, "unroll", np.float32)):
+        for total, expected in ((None, 1), (ones, 2)):
+            added = _add(total, grads)
+            assert jax.tree.structure(added) == jax.tree.structure(ones)
+            assert all((x == expected).all() for x in jax.tree.leaves(added))
 
 
 # ---- Decoding ------------------------------------------------------------------------------------

@@ -298,7 +298,8 @@ TINY_QWEN35 = {
     "linear_value_head_dim": 32,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
 }
-RUN = environment("STEPS=3 BATCH_SIZE=4 TRAIN_MICRO_BATCH_SIZE=4 SAVE_EVERY_STEPS=1 REMAT=full")
+RUN = environment("STEPS=3 LR_DECAY_STEPS=3 BATCH_SIZE=4 TRAIN_MICRO_BATCH_SIZE=4 REMAT=full")
+RUN["SAVE_EVERY_STEPS"] = "1"
 
 
 @pytest.mark.slow

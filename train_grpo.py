@@ -354,7 +354,7 @@ if __name__ == "__main__":
         if FLAGS.plan:
             with side_file("tools/plan.py", "--plan"):
                 from tools.plan import plan_and_exit
-            plan_and_exit(CFG, FLAGS.plan)
+            plan_and_exit(CFG, FLAGS)
         if answers := FLAGS.eval_only or FLAGS.ask:
             with side_file("tools/ask.py", "--eval-only" if FLAGS.eval_only else "--ask"):
                 from tools.ask import answer_command

@@ -206,7 +206,7 @@ if __name__ == "__main__":
         if FLAGS.plan:
             with side_file("tools/plan.py", "--plan"):
                 from tools.plan import plan_and_exit
-            plan_and_exit(CFG, FLAGS.plan)
+            plan_and_exit(CFG, FLAGS)
         if FLAGS.eval_only or FLAGS.ask:
             way = "set MODEL_PATH to the export for it, and choose another OUTPUT_DIR"
             raise UserMistake(f"--ask and --eval-only are of train_grpo.py; {way}")

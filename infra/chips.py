@@ -23,27 +23,28 @@ class Chip(NamedTuple):
     kinds: tuple[str, ...]  # its jax device_kind; a variant, such as a part of a GPU, has another
     tflops: float  # dense matmuls in bfloat16; of a GPU without bfloat16 in float32
     hbm_gib: float  # as the TPU's compiler lets a program use it, or as CUDA reports it
-    hbm_gbps: float = math.inf  # GB/s of a TPU's memory
+    hbm_gbps: float  # GB/s of its memory
+    ici_gbps: float = math.inf  # GB/s that a TPU sends to its neighbours along an axis of the torus
 
 
 CHIPS = {  # TPUs
-    "v4": Chip(("TPU v4",), 275, 30.75, 1228),
-    "v5e": Chip(("TPU v5 lite", "TPU v5e"), 197, 15.75, 819),
-    "v5p": Chip(("TPU v5", "TPU v5p"), 459, 95.74, 2765),
-    "v6e": Chip(("TPU v6 lite", "TPU v6e"), 918, 31.25, 1640),
+    "v4": Chip(("TPU v4",), 275, 30.75, 1228, 100),
+    "v5e": Chip(("TPU v5 lite", "TPU v5e"), 197, 15.75, 819, 100),
+    "v5p": Chip(("TPU v5", "TPU v5p"), 459, 95.74, 2765, 200),
+    "v6e": Chip(("TPU v6 lite", "TPU v6e"), 918, 31.25, 1640, 200),
 }
 GPUS = {
-    "h100": Chip(("NVIDIA H100 80GB HBM3",), 989, 79.1),
-    "h100-pcie": Chip(("NVIDIA H100 PCIe",), 756, 79.1),
-    "h100-nvl": Chip(("NVIDIA H100 NVL",), 835, 93.1),
-    "h200": Chip(("NVIDIA H200",), 989, 139.8),
-    "h200-nvl": Chip(("NVIDIA H200 NVL",), 835, 139.8),
-    "b200": Chip(("NVIDIA B200",), 2250, 178.3),
-    "a100-80": Chip(("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"), 312, 79.1),
-    "a100-40": Chip(("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"), 312, 39.4),
-    "l4": Chip(("NVIDIA L4",), 121, 22.0),
-    "rtx4090": Chip(("NVIDIA GeForce RTX 4090",), 165, 23.5),
-    "t4": Chip(("Tesla T4",), 8.1, 14.6),
+    "h100": Chip(("NVIDIA H100 80GB HBM3",), 989, 79.1, 3352),
+    "h100-pcie": Chip(("NVIDIA H100 PCIe",), 756, 79.1, 2039),
+    "h100-nvl": Chip(("NVIDIA H100 NVL",), 835, 93.1, 3938),
+    "h200": Chip(("NVIDIA H200",), 989, 139.8, 4800),
+    "h200-nvl": Chip(("NVIDIA H200 NVL",), 835, 139.8, 4800),
+    "b200": Chip(("NVIDIA B200",), 2250, 178.3, 8000),
+    "a100-80": Chip(("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"), 312, 79.1, 1935),
+    "a100-40": Chip(("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"), 312, 39.4, 1555),
+    "l4": Chip(("NVIDIA L4",), 121, 22.0, 300),
+    "rtx4090": Chip(("NVIDIA GeForce RTX 4090",), 165, 23.5, 1008),
+    "t4": Chip(("Tesla T4",), 8.1, 14.6, 320),
 }
 NO_BFLOAT16 = ("Tesla",)  # the beginnings of the kinds of GPUs before 2020: T4, V100, P100
 MEM_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # the share of a GPU's memory that jax takes

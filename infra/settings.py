@@ -96,12 +96,18 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--answer", metavar="TEXT", help="the right answer to --ask's question; --answer=-1/2 works"
     )
+    add = parser.add_argument
+    add("--mean-completion", type=int, metavar="N", help="tokens of a completion, for --plan")
+    add("--price-per-chip-hour", type=float, metavar="X", help="adds costs to --plan")
     parser.add_argument("--processes", type=int, default=1, help="processes to print sizes for")
     parser.add_argument("--local-devices", type=int, default=1, help="devices of each process")
     args = parser.parse_args(argv)
     counts = args.processes, args.local_devices
     if min(counts) < 1 or (max(counts) > 1 and not args.print_config):
         parser.error("--processes and --local-devices are at least 1, and only for --print-config")
+    for_plan = [x for x in (args.mean_completion, args.price_per_chip_hour) if x is not None]
+    if for_plan and not (args.plan and min(for_plan) > 0):
+        parser.error("--mean-completion and --price-per-chip-hour are above 0, and only for --plan")
     if (args.ask, args.answer) != (None, None) and not (args.ask or "").strip():
         parser.error("--ask needs a question, and --answer is only for --ask")
     return args

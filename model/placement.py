@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from infra.chips import chip_of, has_bfloat16, usable_memory_bytes
+from infra.chips import CHIPS, chip_of, has_bfloat16, usable_memory_bytes
 from infra.mistakes import UserMistake
 from infra.sizes import Sizes, prompt_share
 from model.layout import (
@@ -180,7 +180,7 @@ def rollout_tp(
     # The memory of a device can be asked for only in its own process.
     device = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
     weights, limit = itemsize * num_params(model), 0.4 * usable_memory_bytes(device)
-    if chip := chip_of(device):
+    if (chip := chip_of(device)) and chip in CHIPS.values():
         limit = min(limit, seconds * chip.hbm_gbps * 1e9)
     leaves = jax.tree.leaves(param_table(model))
     pairs = [pair for leaf in leaves for pair in zip(leaf.shape, leaf.axes, strict=True)]

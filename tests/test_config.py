@@ -504,6 +504,8 @@ COMMANDS = [
     (["STEPS=1"], "unrecognized arguments: STEPS=1"),
     (["--plan", "v6e-8", "--print-config"], "not allowed with argument --plan"),
     (["--processes", "4"], "only for --print-config"),
+    (["--mean-completion", "300"], "only for --plan"),
+    (["--plan", "v6e-8", "--price-per-chip-hour", "0"], "are above 0"),
     (["--ask", " "], "--ask needs a question"),
     (["--answer", "5"], "--answer is only for --ask"),
     (["--ask", "How many?", "--answer", "--eval-only"], "argument --answer: expected one argument"),

@@ -156,6 +156,7 @@ def test_on_a_tpu_a_device_reads_its_weights_in_one_and_a_quarter_milliseconds()
     assert rollout_tp(QWEN3B, v6e, 2) == (4, "1.54 GB of weights on a device")
     assert tp_of(QWEN3B, "TPU v5 lite") == 8
     assert tp_of(known_config("Qwen/Qwen2.5-0.5B"), "TPU v6 lite") == 1
+    assert tp_of(QWEN3B, "NVIDIA L4", bytes_limit=2**40) == 1  # only memory counts on a GPU
 
 
 def test_tensor_parallelism_stays_inside_a_host_and_divides_what_it_splits() -> None:

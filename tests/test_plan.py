@@ -1,5 +1,5 @@
-"""Claims about train_grpo.py --plan: its table, what it suggests and its exit codes; and about the
-table of models and slices in docs/plan.md."""
+"""Claims about train_grpo.py --plan: its tables, what it suggests and its exit codes; and about the
+tables of models and slices in docs/plan.md."""
 
 import importlib.util
 import json
@@ -9,15 +9,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from jax import __version__ as jax_version
 from runs import REPO
 
 from config import Config, load
 from infra.chips import GPUS, SLICES
+from infra.settings import parse_command_line
+from model.layout import mesh_text
 from model.placement import num_params
 from tools import plan
 from tools.plan import Program, known_config, list_programs
+from tools.plan_time import describe_time, forward_work, rollout_work, work_of_phases
 from train_sft import customize_settings
 
 MODEL = {
@@ -48,10 +52,11 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def planned(capsys: pytest.CaptureFixture, name: str, **env: str) -> tuple[int, str, str]:
-    """The exit code, the output and the errors of the plan for a slice."""
+def planned(capsys: pytest.CaptureFixture, command: str, **env: str) -> tuple[int, str, str]:
+    """The exit code, the output and the errors of the plan for a slice, with further flags."""
+    flags = parse_command_line(["--plan", *command.split()])
     with pytest.raises(SystemExit) as ended:
-        plan.plan_and_exit(Config.from_env(SMALL | env), name)
+        plan.plan_and_exit(Config.from_env(SMALL | env), flags)
     return ended.value.code, *capsys.readouterr()
 
 
@@ -203,6 +208,77 @@ def test_a_teacher_stays_in_memory_and_has_a_program(model: Path, tmp_path: Path
         assert judged[name].rest - program.rest == plan.bytes_per_device(weights), name
 
 
+# ---- The time of a step --------------------------------------------------------------------------
+
+NUMBERS = r"([\d.e-]+) to ([\d.e-]+)"
+PHASE = re.compile(rf"^\| (\w+) \| {NUMBERS} \| {NUMBERS} \|$", re.M)
+
+
+@needs_compiler
+def test_a_plan_that_fits_ends_with_estimates_of_its_phases_and_their_cost(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """A step of 128 sequences, on 8 chips. A range has two digits."""
+    monkeypatch.setattr(plan, "measure_memory", lambda *_: plan.Memory(1.0, 1.0, 1.0))
+    env = {"MODEL_PATH": str(model), "BETA": "0.04", "NUM_MINI_BATCHES": "2"}
+    code, out, _ = planned(capsys, "v6e-8 --price-per-chip-hour 2.5", **env)
+    head = "| estimate with completions of 64 tokens on average (half of MAX_LENGTH_SAMPLE) | "
+    assert code == 0 and head in out
+    rows = {name: [float(x) for x in ends] for name, *ends in PHASE.findall(out)}
+    assert [*rows] == ["rollout", "logps", "update", "step"]
+    *phases, step = (np.array(row) for row in rows.values())
+    np.testing.assert_allclose(sum(phases)[:2], step[:2], rtol=0.1)
+    for low, high, slow, fast in rows.values():
+        assert [low * fast, high * slow] == pytest.approx([128 * 64] * 2, rel=0.1) and low < high
+    *_, line, last = out.splitlines()
+    pattern = (
+        r"estimate of 100 steps, without compiling: ([\d.]+) to ([\d.]+) hours, \$(.+) to (.+)"
+    )
+    hours_and_cost = [float(x) for x in re.fullmatch(pattern, line).groups()]
+    expected = [*step[:2] / 36, *step[:2] / 36 * 8 * 2.5]
+    assert hours_and_cost == pytest.approx(expected, rel=0.1) and last.startswith("v6e-8: fits, ")
+    _, out, _ = planned(capsys, "v6e-8 --mean-completion 100", **env)
+    assert "completions of 100 tokens on average |" in out and "$" not in out
+    code, out, errors = planned(capsys, "v6e-8 --mean-completion 129", **env)
+    line = "error: --mean-completion=129 is above MAX_LENGTH_SAMPLE=128; lower it\n"
+    assert (code, out, errors) == (2, "", line)
+
+
+@needs_compiler
+def test_a_rollout_computes_and_reads_fewer_sequences_when_some_have_ended(model: Path) -> None:
+    """16 sequences of 2 prompts. If completions have half of the tokens on average, 0.7 of the
+    sequences are in the batch on average, each with a copy of its prompt."""
+    cfg = Config.from_env(SMALL | {"MODEL_PATH": str(model), "BATCH_SIZE": "2"})
+    made = plan.make_plan(cfg, "v6e-1")
+    for mean, computed, keys in ((128, 128, 16 * 128 + 2 * 128), (64, 89.6, 11.2 * (128 + 128))):
+        lengths = np.full(2, 128), np.full((2, 8), computed)
+        expected = rollout_work(made.rollout, lengths, 128, keys)
+        np.testing.assert_allclose(work_of_phases(made, mean)["rollout"], expected)
+
+
+@needs_compiler
+def test_supervised_training_has_the_time_of_updates_alone(model: Path) -> None:
+    env = SMALL | {"MODEL_PATH": str(model), "BATCH_SIZE": "8", "COMPLETION_COLUMN": "answer"}
+    cfg, *_ = load([], env, customize_settings)
+    made = plan.make_plan(cfg, "v6e-1")
+    lines = describe_time(made, parse_command_line(["--plan", "v6e-1"]))
+    assert [name for name, *_ in PHASE.findall("\n".join(lines))] == ["update", "step"]
+    [update] = work_of_phases(made, 64).values()
+    forward = forward_work(made.training, (np.full(8, 128), np.full((8, 1), 64)))
+    assert update[0] == 4 * forward[0]  # forward, twice, and backward
+
+
+@needs_compiler
+def test_an_engine_decodes_with_all_devices_on_tp(model: Path) -> None:
+    env = {"MODEL_PATH": str(model), "ROLLOUT_BACKEND": "sglang_jax", "BATCH_SIZE": "2"}
+    made = plan.make_plan(Config.from_env(SMALL | env), "v4-8")
+    assert mesh_text(made.rollout.layout.mesh) == "1,4,1"
+    # Each of the 4 sequences of a device has a prompt in common.
+    steps, layers, tokens, D = 128, 2, 4 * 128 + 16 * 128, 256
+    sent = tokens * layers * 2 * 2 * 3 * D * 2 / 4  # all-reduces of bfloat16, and no gather
+    assert work_of_phases(made, 128)["rollout"][2:].tolist() == [sent, steps * 50 * layers]
+
+
 # ---- The table of docs/plan.md -------------------------------------------------------------------
 
 DOC = (REPO / "docs" / "plan.md").read_text()
@@ -226,7 +302,7 @@ def state_gib(model: str, name: str, optimizer: str) -> float:
 
 def test_the_table_has_a_possible_row_for_each_model_and_slice() -> None:
     assert [tuple(row[:2]) for row in ROWS] == [(m, s) for m in MODELS for s in DEVICES]
-    for model, name, prompts, sequences, other, gib, _ in ROWS:
+    for model, name, prompts, sequences, other, gib, *_ in ROWS:
         devices, limit = DEVICES[name]
         if prompts == "does not fit":  # it needs more than the chip has even with sgd
             needed = [float(x) for x in re.findall(r"(?:^|: )(\d+\.\d+)", gib)]
@@ -237,6 +313,28 @@ def test_the_table_has_a_possible_row_for_each_model_and_slice() -> None:
         total, of = map(float, gib.split(" of "))
         assert state_gib(model, name, optimizer) < total <= limit == of, (model, name)
         assert 16 % int(prompts) == 0 and 128 // devices % int(sequences) == 0
+
+
+ADAPTERS = re.findall(
+    r"^\| (Qwen2.5-\d+B) on a (\S+) \| (\d+) \| (\d+) \| .* \| (.*) \|$", DOC, re.M
+)
+
+
+@needs_compiler
+def test_the_tables_have_the_seconds_that_a_plan_prints() -> None:
+    rows = [(row, row[4].strip("`")) for row in ROWS if row[2] != "does not fit"]
+    rows += [([f"Qwen/{row[0]}", *row[1:]], "LORA_RANK=16") for row in ADAPTERS]
+    assert len(rows) == 16 + 3
+    for (model, name, prompts, count, *_, seconds), other in rows:
+        text = f"MODEL_PATH={model} {STEP} BATCH_SIZE={prompts} {other}"
+        text += f" TRAIN_PER_DEVICE_MICRO_BATCH_SIZE={count}"
+        cfg = Config.from_env(dict(pair.split("=") for pair in text.split()))
+        flags = parse_command_line(["--plan", name])
+        lines = describe_time(plan.make_plan(cfg, name), flags)
+        step = next(line for line in lines if line.startswith("| step | "))
+        assert step.split(" | ")[1] == seconds, (model, name)
+        low, high = map(float, seconds.split(" to "))
+        assert high < 4 * low
 
 
 @needs_compiler

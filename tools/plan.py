@@ -1,4 +1,4 @@
-"""Tells whether a run fits a TPU slice or a GPU, without the device and without weights.
+"""Tells whether a run fits a TPU slice or a GPU and how long a step takes, without the device.
 
     python train_grpo.py --plan v6e-8        # the environment and --config are as for the run
 
@@ -9,6 +9,7 @@ the run fits, 3 if it does not, and 2 if the settings are wrong or the compiler 
 Dimensions: S prompt tokens without the last, K completions of a prompt, T completion tokens.
 """
 
+import argparse
 import dataclasses
 import importlib.util
 import math
@@ -65,6 +66,7 @@ from startup import (
     sampling_of,
     with_kernel,
 )
+from tools.plan_time import describe_time
 from update import abstract_state, apply_update, compute_logps_and_entropies, micro_step
 
 # ---- The plan ------------------------------------------------------------------------------------
@@ -111,10 +113,10 @@ class Memory(NamedTuple):
         return sum(self)
 
 
-def plan_and_exit(cfg: Config, slice_name: str) -> NoReturn:
+def plan_and_exit(cfg: Config, flags: argparse.Namespace) -> NoReturn:
     """Prints the plan of the run with these settings on this slice or GPU, and ends the program."""
     try:
-        raise SystemExit(print_plan(make_plan(cfg, slice_name), slice_name))
+        raise SystemExit(print_plan(make_plan(cfg, flags.plan), flags))
     except UserMistake as error:
         exit_with_mistakes(error)
 
@@ -155,9 +157,10 @@ def make_plan(cfg: Config, slice_name: str) -> Plan:
 GIB = 2**30
 
 
-def print_plan(plan: Plan, slice_name: str) -> int:
-    """Prints the sizes and the layouts of the run, and the memory of each program once the program
-    is compiled. Returns the exit code."""
+def print_plan(plan: Plan, flags: argparse.Namespace) -> int:
+    """Prints the sizes and the layouts of the run, the memory of each program once the program is
+    compiled, and if all fit the time of a step. Returns the exit code."""
+    slice_name, time_lines = flags.plan, describe_time(plan, flags)
     print_sizes(plan, slice_name)
     print(
         "| GiB per device | arguments | temporaries | rest of run | total | fits | compiled in |\n"
@@ -187,6 +190,8 @@ def print_plan(plan: Plan, slice_name: str) -> int:
                 plan.cfg, plan.sizes, plan.processes, plan.local_devices(), sizes
             )
         print(f"{name} does not fit. {hint}")
+    if not too_large:
+        print(*time_lines, sep="\n")
     largest = max(memories, key=lambda name: memories[name].total)
     total = f"{memories[largest].total / GIB:.2f} of {limit / GIB:.4g} GiB in {largest}"
     print(f"{slice_name}: {'DOES NOT FIT' if too_large else 'fits'}, {total}")

@@ -1,0 +1,138 @@
+"""How long a step takes on a TPU slice or a GPU that is not here: an estimate, as a range.
+
+The work of a phase is counted, and divided by what a chip does at best and at worst. docs/plan.md
+says what is not counted, and compares published times with the ranges.
+
+Work is an array [4], of a device: FLOPs, bytes that it reads and writes in its memory, bytes that
+it sends to others, and kernels too small to reach any peak. Lengths are the prompts [P] and the
+completions [P, K] of a step in tokens. Dimensions: D model, F feed-forward, L layers.
+"""
+
+import argparse
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from infra.chips import Chip, chip_of
+from infra.mistakes import UserMistake
+from infra.sizes import prompt_share
+from model.layout import ROLLOUT_BATCH_AXES, Layout, make_mesh
+from model.network import Compute
+from model.params import abstract_params, lm_head
+from model.placement import update_flops
+from sampling import stage_ends
+
+if TYPE_CHECKING:
+    from tools.plan import Plan
+
+Lengths = tuple[np.ndarray, np.ndarray]
+# The shares that programs reach of a chip's FLOPs, memory and links, and seconds of a small kernel.
+BEST, BEST_KERNEL_S = (0.70, 0.80, 0.80), 0.5e-6
+WORST, WORST_KERNEL_S = (0.30, 0.45, 0.35), 1.5e-6
+KERNELS = 50  # of a layer in a decoding step; compiled programs have 37 to 60
+
+
+def estimate_seconds(work: np.ndarray, chip: Chip) -> np.ndarray:
+    """[2] the least and the most seconds. At best a device computes, reads and sends at once."""
+    peaks = 1e12 * chip.tflops, 1e9 * chip.hbm_gbps, 1e9 * chip.ici_gbps
+    at_peak, kernels = work[:3] / peaks, work[3]
+    least = (at_peak / BEST).max() + kernels * BEST_KERNEL_S
+    return np.array([least, (at_peak / WORST).sum() + kernels * WORST_KERNEL_S])
+
+
+def forward_work(compute: Compute, lengths: Lengths) -> np.ndarray:
+    """The work of a forward of all tokens, or of as much of a backward."""
+    model, mesh, itemsize = compute.model, compute.layout.mesh, compute.dtype.itemsize
+    flops = update_flops(dataclasses.replace(model, lora=None), *lengths) / 3
+    numbers = sum(x.sum() for x in lengths) * model.num_layers * itemsize
+    # Operations read and write 11 F + 18 D numbers; two all-reduces are over rings of tp devices.
+    widths = 11 * model.intermediate_size + 18 * model.hidden_size
+    reduced = 4 * (mesh.shape["tp"] - 1) * model.hidden_size
+    return np.array([flops, numbers * widths, numbers * reduced, 0]) / mesh.size
+
+
+def rollout_work(compute: Compute, lengths: Lengths, steps: int, keys: float) -> np.ndarray:
+    """The work of prefill and of decoding steps. keys: the places whose keys and values a device
+    reads in a step, on average."""
+    model, (prompts, completions) = compute.model, lengths
+    work = forward_work(compute, lengths)
+    work[1] = forward_work(compute, (prompts, 0 * completions))[1]  # a step's activations are few
+    kv = 2 * model.num_layers * model.num_kv_heads * model.head_dim * compute.dtype.itemsize
+    read, gathered = weight_bytes(compute)
+    return work + steps * np.array([0, read + kv * keys, gathered, KERNELS * model.num_layers])
+
+
+def update_work(compute: Compute, lengths: Lengths, micro_steps: float) -> np.ndarray:
+    """The work of forward and backward of all tokens; the optimizer has little beside it."""
+    remat, (read, gathered) = compute.remat == "full", weight_bytes(compute)
+    passes = (2 if compute.model.lora else 3) + remat
+    # A forward gathers the weights, and backward sends as many bytes of gradients back.
+    of_weights = np.array([0, (3 + remat) * read, (2 + remat) * gathered, 0])
+    return passes * forward_work(compute, lengths) + micro_steps * of_weights
+
+
+def weight_bytes(compute: Compute) -> tuple[float, float]:
+    """The bytes of the weights that a device multiplies with, and of those gathered over fsdp."""
+    mesh = compute.layout.mesh
+    params = abstract_params(compute.model, mesh, compute.dtype, compute.layer_loop)
+    arrays = jax.tree.leaves((params.layers, params.adapters, lm_head(params)))
+    read = sum(x.size * x.dtype.itemsize for x in arrays) / mesh.shape["tp"]
+    return read, read * (1 - 1 / mesh.shape["fsdp"])
+
+
+def work_of_phases(plan: "Plan", mean: float) -> dict[str, np.ndarray]:
+    """The work of each phase of a step. mean: the tokens of a completion on average."""
+    cfg, sizes, training, rollout = plan.cfg, plan.sizes, plan.training, plan.rollout
+    T, work = cfg.max_length_sample, {}
+
+    def lengths(sequences: int, tokens: float) -> Lengths:
+        # A prompt is computed once for those of its completions that are on a device together.
+        share = prompt_share(cfg.num_pre_q, sequences)
+        rows = sizes.global_batch // share
+        return np.full(rows, plan.S), np.full((rows, share), tokens)
+
+    if cfg.loss_type != "sft":
+        if plan.engine_tokens:  # the engine has all devices on tp
+            mesh = make_mesh("MESH_SHAPE", "1,1,-1", rollout.layout.mesh.devices.ravel())
+            rollout = rollout._replace(layout=Layout(mesh, ROLLOUT_BATCH_AXES))
+        sequences = sizes.global_batch // sizes.passes_per_step // rollout.layout.batch_shards
+        drops = sequences > 1 and (cfg.drops_ended() or plan.engine_tokens > 0)
+        computed = min(T, 1.2 * mean + 0.1 * T) if drops else T  # see smaller_batches
+        live, sampled = sequences * computed / T, lengths(sequences, computed)
+        # Sequences that stay when others leave the batch get copies of their prompts.
+        prompts = live if computed < T else sequences / sampled[1].shape[1]
+        keys = live * np.mean(stage_ends(T, rollout.layer_loop)) + prompts * plan.S
+        work["rollout"] = rollout_work(rollout, sampled, T * sizes.passes_per_step, keys)
+    trained = lengths(sizes.micro_batch_size * plan.processes // training.layout.batch_shards, mean)
+    if passes := (cfg.beta > 0) + (sizes.updates_per_step > 1 or cfg.top_entropy_quantile < 1):
+        work["logps"] = passes * forward_work(training, trained)
+    # A row takes more sequences if they are shorter.
+    micro_steps = cfg.num_mini_batches * np.ceil(sizes.grad_accum_steps * mean / T)
+    return work | {"update": cfg.ppo_epochs * update_work(training, trained, micro_steps)}
+
+
+def describe_time(plan: "Plan", flags: argparse.Namespace) -> list[str]:
+    """The table of estimated seconds, and a line about 100 steps. Raises UserMistake."""
+    T, devices = plan.cfg.max_length_sample, plan.training.layout.mesh.devices
+    mean, price = flags.mean_completion or T / 2, flags.price_per_chip_hour
+    if mean > T:
+        raise UserMistake(f"--mean-completion={mean} is above MAX_LENGTH_SAMPLE={T}; lower it")
+    chip, work = chip_of(devices.flat[0]), work_of_phases(plan, mean)
+    seconds = {name: estimate_seconds(phase, chip) for name, phase in work.items()}
+    seconds["step"] = sum(seconds.values())
+    source = "" if flags.mean_completion else " (half of MAX_LENGTH_SAMPLE)"
+    head = f"estimate with completions of {mean:g} tokens on average{source}"
+    lines = [f"| {head} | seconds | completion tokens per second |", "|---|---|---|"]
+    for name, ends in seconds.items():
+        speeds = plan.sizes.global_batch * mean / ends[::-1]
+        lines.append(f"| {name} | {range_text(ends)} | {range_text(speeds)} |")
+    hours = seconds["step"] * 100 / 3600
+    cost = f", ${range_text(price * devices.size * hours)}" if price else ""
+    return [*lines, f"estimate of 100 steps, without compiling: {range_text(hours)} hours{cost}"]
+
+
+def range_text(ends: np.ndarray) -> str:
+    """The ends of a range, with two digits that count."""
+    return " to ".join(f"{float(f'{x:.2g}'):.12g}" for x in ends)

@@ -208,7 +208,10 @@ class LayerWeights(NamedTuple):
         if lora is None or getattr(self.adapters, name) is None:
             return y
         a, b = getattr(self.adapters, name)
-        return y + (x @ a * lora.scale) @ b
+        # With a result in float32 XLA does not join this product and x W; on GPUs it would copy W
+        # beside A for that, in every token.
+        low = jnp.matmul(x, a, preferred_element_type=jnp.float32) * lora.scale
+        return y + low.astype(x.dtype) @ b
 
     def layers_of_group(self) -> "list[LayerWeights]":
         """The linear layers of the group, and then its full layer."""

@@ -1,6 +1,7 @@
 """Claims about train_grpo.py --plan: its tables, what it suggests and its exit codes; and about the
 tables of models and slices in docs/plan.md."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from jax import __version__ as jax_version
@@ -17,8 +19,10 @@ from runs import REPO
 from config import Config, load
 from infra.chips import GPUS, SLICES
 from infra.settings import parse_command_line
+from infra.sizes import derive_sizes
 from model.layout import mesh_text
-from model.placement import num_params
+from model.lora import read_lora
+from model.placement import num_params, plan_compute
 from tools import plan
 from tools.plan import Program, known_config, list_programs
 from tools.plan_time import describe_time, forward_work, rollout_work, work_of_phases
@@ -181,6 +185,32 @@ def test_a_plan_for_a_gpu_is_made_by_its_compiler(
     assert f"\ndtype={dtype} " in done.stdout and " attention_impl=xla " in done.stdout
 
 
+# The widths of the matrices that a program makes by joining others.
+JOINED = """
+import re
+from config import Config
+from tools.plan import list_programs, make_plan
+decode = list_programs(make_plan(Config.from_env({}), "h100"))["decode"]
+text = decode.function.lower(*decode.arguments, **decode.static).compile().as_text()
+print("joined:", *re.findall(r"= bf16\\[(?:256|512),(\\d+)\\]\\S* concatenate\\(", text))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not GPU_COMPILER, reason="the GPU compiler in the folder GPU_COMPILER")
+def test_decoding_on_a_gpu_copies_no_weight_beside_its_adapter(model: Path) -> None:
+    env = SMALL | {"MODEL_PATH": str(model), "LORA_RANK": "16", "LORA_BASE_COPY": "1"}
+    code = JOINED.replace("from_env({})", f"from_env({env})")
+    shell = os.environ | {"PYTHONPATH": f"{GPU_COMPILER}:{REPO}"}
+    for name in ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS"):
+        shell.pop(name, None)
+    done = subprocess.run([sys.executable, "-c", code], env=shell, text=True, capture_output=True)
+    widths = [int(width) for width in done.stdout.partition("joined:")[2].split()]
+    # Small weights, whose widths are multiples of 128, are joined with each other, and so are
+    # adapters of 16.
+    assert widths and all(width % 128 == 0 or width <= 3 * 16 for width in widths), done
+
+
 @needs_compiler
 def test_supervised_training_has_two_programs(model: Path) -> None:
     env = SMALL | {"MODEL_PATH": str(model), "BATCH_SIZE": "8", "COMPLETION_COLUMN": "answer"}
@@ -254,6 +284,25 @@ def test_a_rollout_computes_and_reads_fewer_sequences_when_some_have_ended(model
         lengths = np.full(2, 128), np.full((2, 8), computed)
         expected = rollout_work(made.rollout, lengths, 128, keys)
         np.testing.assert_allclose(work_of_phases(made, mean)["rollout"], expected)
+
+
+def test_a_base_that_is_shared_is_copied_layer_by_layer_except_on_tpus(model: Path) -> None:
+    """With LORA_RANK a GPU, or here a CPU, moves 2.6 times as many bytes as with LORA_BASE_COPY."""
+    moved = []
+    for copy in "01":
+        env = {
+            "MODEL_PATH": str(model),
+            "LORA_RANK": "1",
+            "LORA_BASE_COPY": copy,
+            "DTYPE": "float32",
+        }
+        cfg = Config.from_env(SMALL | env | {"BATCH_SIZE": "2"})
+        sizes, lora = derive_sizes(cfg, 1, 1), read_lora(cfg, known_config(str(model)), None)
+        config = dataclasses.replace(known_config(str(model)), lora=lora)
+        training, rollout, _ = plan_compute(cfg, config, sizes, 128, jax.devices()[:1])
+        made = plan.Plan(cfg, sizes, training, rollout, 1, 128, "", 0)
+        moved.append(work_of_phases(made, 128)["rollout"][1])
+    assert moved[0] == pytest.approx(2.6 * moved[1])
 
 
 @needs_compiler

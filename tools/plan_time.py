@@ -105,6 +105,8 @@ def work_of_phases(plan: "Plan", mean: float) -> dict[str, np.ndarray]:
         prompts = live if computed < T else sequences / sampled[1].shape[1]
         keys = live * np.mean(stage_ends(T, rollout.layer_loop)) + prompts * plan.S
         work["rollout"] = rollout_work(rollout, sampled, T * sizes.passes_per_step, keys)
+        if rollout.layer_loop == "scan" and training.layout.mesh.devices.flat[0].platform != "tpu":
+            work["rollout"][1] *= 2.6  # its slices are copied, see choose_layer_loop
     trained = lengths(sizes.micro_batch_size * plan.processes // training.layout.batch_shards, mean)
     if passes := (cfg.beta > 0) + (sizes.updates_per_step > 1 or cfg.top_entropy_quantile < 1):
         work["logps"] = passes * forward_work(training, trained)

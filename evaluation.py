@@ -12,9 +12,9 @@ import data
 from infra.log import Clock, RunLog, mean_without_nan
 from infra.sizes import eval_questions
 from metrics import are_right, completion_entries, completion_record, phase_seconds
-from model.layout import concatenate_trees
+from model.layout import concatenate_trees, slice_of_process
 from model.params import Params
-from rollout import complete, gather_batch, reward_completions, slice_of_process, texts_of
+from rollout import complete, gather_batch, reward_completions, texts_of
 from rows import Batch
 from sampling import Backend
 

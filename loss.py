@@ -186,7 +186,7 @@ def policy_loss(
     policy now, by the policy before the first update, by the reference (if beta > 0) and by the
     sampler (if is_mode is not "none", with off_policy_mask_threshold, and for dppo).
     entropy: [B, T] nats (if entropy_coef > 0). advantages: [B], or [B, T] of tokens. mask: [B, T],
-    1 on the completion tokens that count; where it is 0, the other arrays may hold anything.
+    1 on the tokens that count, with the stop token; where it is 0, the others may hold anything.
     top_mask: [B, T], 1 on tokens with a policy loss and an entropy bonus; the KL is of all tokens.
     num_tokens, num_sequences, num_top_tokens: mask.sum(), the number of sequences (including those
     whose mask is 0 everywhere) and (mask * top_mask).sum() of the ENTIRE update. The last two may
@@ -201,7 +201,7 @@ def policy_loss(
     arrays = logps, old_logps, mask, ref_logps, sampling_logps, entropy, top_mask
     _raise_if_shapes_differ(advantages, [x for x in arrays if x is not None])
     mask = mask.astype(bool)  # [B, T]
-    # The clip metrics need a sign, which NaN where the mask is 0 has not.
+    # Masked advantages may be NaN, and the clip metrics test their sign.
     A = advantages[:, None] if advantages.ndim == 1 else jnp.where(mask, advantages, 0.0)
     top = mask if top_mask is None else mask & (top_mask > 0)  # [B, T]
     num_sequences = len(advantages) if num_sequences is None else num_sequences
@@ -221,7 +221,7 @@ def policy_loss(
         limits = objective.is_mode, objective.is_floor, objective.is_cap
         weight, parts = sampler_weights(old_logps, sampling_logps, mask, *limits)
         metrics = {f"is_weight/{name}": token_mean(x) for name, x in parts.items()}
-    if objective.loss_type == "vespo":  # The weights are factors of its w.
+    if objective.loss_type == "vespo":  # It multiplies the weights into w.
         log_ratio = jnp.clip(log_ratio, -VESPO_MAX_NATS, VESPO_MAX_NATS)
         log_ratio, weight = log_ratio + jnp.log(jnp.maximum(weight, VESPO_FLOOR)), 1.0
     masked_logps = jnp.where(mask, logps, 0.0)  # [B, T]
@@ -276,26 +276,16 @@ def _token_loss(
     results can be broadcast to [B, T].
     """
     eps_low, eps_high = objective.eps_low, objective.eps_high
-    if objective.loss_type == "cispo":
-        loss = -jax.lax.stop_gradient(jnp.minimum(ratio, eps_high)) * A * logps
-        return loss, {"cispo_clip_ratio": (ratio > eps_high) & (A > 0)}
-    if objective.loss_type == "sapo":
-        tau = jnp.where(A > 0, SAPO_TAU_POSITIVE, SAPO_TAU_NEGATIVE)
-        return -4 / tau * jax.nn.sigmoid(tau * (ratio - 1)) * A, {}
-    if objective.loss_type == "vespo":
-        log_w = log_ratio.sum(axis=1, keepdims=True)  # [B, 1]
-        log_w = jnp.clip(log_w, jnp.log(VESPO_FLOOR), VESPO_MAX_NATS)
-        k, lambda_ = jnp.where(A < 0, 3, 2), jnp.where(A < 0, 2, 3)  # as in the paper
-        phi = jnp.exp(k * log_w + lambda_ * (1 - jnp.exp(log_w)))
-        return -jax.lax.stop_gradient(phi) * A * logps, {}
-    if objective.loss_type == "sft":
-        return -logps, {}
     capped = jnp.minimum(ratio, objective.delta) if objective.delta else ratio
-    if objective.loss_type == "gmpo":
+    if objective.loss_type in ("dapo", "grpo", "dr_grpo", "gspo", "luspo"):
+        clipped = jnp.clip(ratio, 1 - eps_low, 1 + eps_high)
+        low, high = (capped < 1 - eps_low) & (A < 0), (capped > 1 + eps_high) & (A > 0)
+        loss = -jnp.minimum(capped * A, clipped * A)
+    elif objective.loss_type == "gmpo":
         low, high = (log_ratio < -eps_low) & (A < 0), (log_ratio > eps_high) & (A > 0)
         log_ratio = jnp.where(low, -eps_low, jnp.where(high, eps_high, log_ratio))
         loss = -jnp.exp(_sequence_mean(log_ratio, sequence_tokens)) * A
-    elif objective.loss_type.startswith("dppo"):
+    elif objective.loss_type in ("dppo_tv", "dppo_kl"):
         anchor = logps - log_ratio
         p, mu = jnp.exp(logps), jnp.exp(anchor)  # the policy's probability, the sampler's
         distance = jnp.abs(p - mu)
@@ -306,10 +296,20 @@ def _token_loss(
         low = (distance > eps_low) & (log_ratio < 0) & (A < 0)
         high = (distance > eps_high) & (log_ratio > 0) & (A > 0)
         loss = -jax.lax.stop_gradient(jnp.where(low | high, 0.0, capped)) * A * logps
-    else:
-        clipped = jnp.clip(ratio, 1 - eps_low, 1 + eps_high)
-        low, high = (capped < 1 - eps_low) & (A < 0), (capped > 1 + eps_high) & (A > 0)
-        loss = -jnp.minimum(capped * A, clipped * A)
+    elif objective.loss_type == "cispo":
+        loss = -jax.lax.stop_gradient(jnp.minimum(ratio, eps_high)) * A * logps
+        return loss, {"cispo_clip_ratio": (ratio > eps_high) & (A > 0)}
+    elif objective.loss_type == "sapo":
+        tau = jnp.where(A > 0, SAPO_TAU_POSITIVE, SAPO_TAU_NEGATIVE)
+        return -4 / tau * jax.nn.sigmoid(tau * (ratio - 1)) * A, {}
+    elif objective.loss_type == "vespo":
+        log_w = log_ratio.sum(axis=1, keepdims=True)  # [B, 1]
+        log_w = jnp.clip(log_w, jnp.log(VESPO_FLOOR), VESPO_MAX_NATS)
+        k, lambda_ = jnp.where(A < 0, 3, 2), jnp.where(A < 0, 2, 3)  # as in the paper
+        phi = jnp.exp(k * log_w + lambda_ * (1 - jnp.exp(log_w)))
+        return -jax.lax.stop_gradient(phi) * A * logps, {}
+    else:  # sft; _divisor refuses any other name
+        return -logps, {}
     is_clipped = {"low": low, "high": high, "region": low | high}
     return loss, {f"clip_ratio/{side}_mean": x for side, x in is_clipped.items()}
 

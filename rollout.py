@@ -21,7 +21,7 @@ from infra.log import progress_bar
 from infra.mistakes import UserMistake
 from infra.sizes import prompt_width
 from loss import equal_groups
-from model.layout import concatenate_trees, gather_processes
+from model.layout import concatenate_trees, gather_processes, slice_of_process
 from model.network import Compute
 from model.next_token import Sampling
 from rewards import RewardFunction, total_rewards
@@ -247,9 +247,3 @@ def choose_groups(
             f"{np.nanmin(batch.rewards):g}; use another REWARD_FN or estimator"
         )
     return batch
-
-
-def slice_of_process(values: Sequence[Any]) -> Sequence[Any]:
-    """This process's part of the values: each process has an equal part, in process order."""
-    count = len(values) // jax.process_count()
-    return values[jax.process_index() * count : (jax.process_index() + 1) * count]

@@ -40,31 +40,26 @@ if __name__ == "__main__":
 import contextlib
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from evaluation import evaluate
-from infra.chips import attribute_oom_to, exit_on_oom
+from infra.chips import exit_on_oom
 from infra.hosts import exiting_on_error
 from infra.lifecycle import evaluation_is_due
 from infra.log import Clock
 from infra.mistakes import UserMistake, exit_with_mistakes, side_file
-from infra.sizes import MICRO_SIZES
 from loss import group_advantages, top_entropy_mask
 from metrics import (
     PHASES,
     Step,
-    computed_per_token,
     dynamic_sampling_metrics,
     log_step,
-    merge_metrics,
     merge_updates,
     nonfinite_metric,
     raise_if_logps_differ,
-    rescale_to_all_tokens,
 )
-from model.layout import gather_processes, local_part, shard_batch
-from model.params import Params, combine_params, trainable_params
+from model.layout import slice_of_process
+from model.params import Params, combine_params
 from rollout import (
     choose_groups,
     complete_prompts,
@@ -72,18 +67,15 @@ from rollout import (
     has_enough_groups,
     prompts_of_round,
     reward_completions,
-    slice_of_process,
 )
-from rows import Batch, MicroBatch, pack, plan_rows
+from rows import Batch
 from startup import Run, drift_level, export, start
 from update import (
     Learner,
     TrainState,
-    compute_logps_and_entropies,
+    compute_batch_logps_and_entropies,
     learning_rate,
-    loss_denominators,
-    micro_step,
-    optimizer_step,
+    one_update,
 )
 
 
@@ -103,18 +95,17 @@ def main(cfg: Config) -> None:
     def save() -> None:
         life.save({"state": state})
 
+    def evaluate_and_save() -> None:
+        # The checkpoint knows the accuracy, so that the best one is kept.
+        if evaluation_is_due(cfg, life.progress):
+            life.record_evaluation(evaluate_after(life.progress.step))
+        if life.save_is_due():
+            save()
+
     # After SIGTERM or Ctrl-C `ending` saves a checkpoint and ends the program.
     with contextlib.closing(backend), life.ending(save):
-        for step in range(life.progress.step, cfg.steps + 1):
-            # ---- Evaluation: the accuracy on held-out questions; step 0 is the baseline ----------
-            if evaluation_is_due(cfg, life.progress):
-                life.record_evaluation(evaluate_after(step))
-
-            # ---- Save: a checkpoint of the steps so far, which knows its evaluation --------------
-            if life.save_is_due():
-                save()
-            if step == cfg.steps:
-                break
+        evaluate_and_save()  # the baseline; in a resumed run, what its last step still lacked
+        for step in range(life.progress.step, cfg.steps):
             clock = Clock(PHASES)
 
             # ---- Rollout and rewards: K completions of each of P prompts, rewarded on the host ---
@@ -185,6 +176,9 @@ def main(cfg: Config) -> None:
 
             life.count_step(len(rounds), nonfinite_metric(metrics))
 
+            # ---- Evaluation on held-out questions and a checkpoint, if they are due --------------
+            evaluate_and_save()
+
         if cfg.eval_full_sweep:  # the last checkpoint is saved before this long evaluation
             evaluate_after(cfg.steps, full=True)
     with life.ending(save):
@@ -215,46 +209,6 @@ def with_logps(run: Run, params: Params, ref_params: Params | None, batch: Batch
             top = top_entropy_mask(entropies, batch.completion_mask, quantile)
             batch = batch._replace(top_mask=top.astype(np.int32))
     return batch
-
-
-# If a device runs out of memory here, the error names this program and a smaller size to try.
-@attribute_oom_to("compute_logps_and_entropies", MICRO_SIZES)
-def compute_batch_logps_and_entropies(learner: Learner, params: Params, batch: Batch) -> np.ndarray:
-    """[2, B, T] float32 nats, on every process: the log-probabilities of the completion tokens, and
-    the entropies over the vocabulary where they are drawn. Both are 0 for sequences that are not
-    computed, and undefined on padding."""
-    logps_and_entropies = np.zeros((2, *batch.completion_ids.shape), np.float32)
-    sequences = computed_sequences(batch, learner.skips_zero_advantages)
-    micro_batches = pack_to_devices(learner, batch, sequences)
-    on_devices = [
-        compute_logps_and_entropies(params, micro_batch, learner.temperature, learner.compute)
-        for micro_batch in micro_batches
-    ]
-    for micro_batch, pair in zip(micro_batches, on_devices, strict=True):
-        local = jax.tree.map(local_part, (micro_batch.sequences, pair))
-        indices, pair_of_all = gather_processes(local)  # [X*Q], and two of [X*Q, T]
-        logps_and_entropies[:, indices[indices >= 0]] = np.stack(pair_of_all)[:, indices >= 0]
-    return logps_and_entropies
-
-
-def computed_sequences(batch: Batch, skips_zero_advantages: bool) -> np.ndarray:
-    """The indices of the sequences that an update computes: those with a token in the loss and, if
-    zero advantages are skipped, with an advantage that is not 0."""
-    is_computed = batch.completion_mask.any(axis=1)  # [B]
-    if skips_zero_advantages:  # A sequence with a NaN is computed, so that a metric shows it.
-        is_finite = np.isfinite(batch.sampling_logps).all(axis=1)
-        is_computed &= (batch.advantages != 0) | ~is_finite
-    return np.flatnonzero(is_computed)
-
-
-def pack_to_devices(learner: Learner, batch: Batch, sequences: np.ndarray) -> list[MicroBatch]:
-    """The micro-batches with these sequences of the batch, all of them on the devices."""
-    micro_batches = []
-    rows_of_micro_steps, widths = plan_rows(batch, sequences, learner.limits)
-    for rows in rows_of_micro_steps:
-        packed = pack(batch, slice_of_process(rows), widths, learner.pad_id)
-        micro_batches.append(shard_batch(packed, learner.compute.layout))
-    return micro_batches
 
 
 # ---- Update --------------------------------------------------------------------------------------
@@ -293,56 +247,6 @@ def update_policy(
             break
         applied += 1
     return state, merge_updates(updates) | {"updates_applied": applied}
-
-
-def one_update(
-    learner: Learner, state: TrainState, mini_batch: Batch, lr: float
-) -> tuple[TrainState, dict[str, float]]:
-    """The state after one optimizer step on the mini-batch, and the metrics of this update."""
-    params = combine_params(learner.base, state.params)
-    grads, metrics = accumulate_gradients(learner, params, mini_batch)
-    with attribute_oom_to("optimizer_step"):
-        state, norms = optimizer_step(
-            state,
-            grads,
-            np.float32(lr),
-            metrics["loss"],
-            optimizer=learner.optimizer,
-            model=learner.compute.model,
-        )
-    return state, metrics | norms
-
-
-@attribute_oom_to("micro_step", MICRO_SIZES)
-def accumulate_gradients(
-    learner: Learner, params: Params, mini_batch: Batch
-) -> tuple[Params, dict[str, float]]:
-    """The gradient of the mini-batch, summed over its micro-batches, and the metrics of the update.
-
-    params: all weights. With LoRA the gradient is that of the adapters alone.
-    """
-    sequences = computed_sequences(mini_batch, learner.skips_zero_advantages)
-    counts = loss_denominators(mini_batch)
-    micro_batches = pack_to_devices(learner, mini_batch, sequences)
-    needs_zeros = learner.accumulates or not micro_batches
-    grads = jax.tree.map(jnp.zeros_like, trainable_params(params)) if needs_zeros else None
-    metrics_of_micro_steps = []
-    for micro_batch in micro_batches:
-        grads, metrics = micro_step(
-            params,
-            grads,
-            micro_batch,
-            counts,
-            objective=learner.objective,
-            temperature=learner.temperature,
-            compute=learner.compute,
-        )
-        metrics_of_micro_steps.append(metrics)
-    # If no sequence is computed, the loss is the only metric.
-    metrics = merge_metrics(metrics_of_micro_steps or [{"loss": 0.0}])
-    metrics = rescale_to_all_tokens(metrics, mini_batch, sequences)
-    per_token = computed_per_token(micro_batches, mini_batch, sequences)
-    return grads, metrics | {"throughput/update/computed_per_token": per_token}
 
 
 if __name__ == "__main__":

@@ -75,8 +75,7 @@ from metrics import nonfinite_metric, shorten, visible
 from model.params import Params, combine_params
 from rows import Batch
 from startup import Run, export, start
-from train_grpo import compute_batch_logps_and_entropies, one_update
-from update import learning_rate
+from update import compute_batch_logps_and_entropies, learning_rate, one_update
 
 
 def main(cfg: Config) -> None:
@@ -100,16 +99,17 @@ def main(cfg: Config) -> None:
     def save() -> None:
         life.save({"state": state})
 
+    def evaluate_and_save() -> None:
+        # The checkpoint knows the score, so that the best one is kept.
+        if evaluation_is_due(cfg, life.progress):
+            life.record_evaluation(evaluate_after(life.progress.step))
+        if life.save_is_due():
+            save()
+
     # After SIGTERM or Ctrl-C `ending` saves a checkpoint and ends the program.
     with contextlib.closing(backend), life.ending(save):
-        for step in range(life.progress.step, cfg.steps + 1):
-            # ---- Evaluation, and a checkpoint of the steps so far, which knows its evaluation ----
-            if evaluation_is_due(cfg, life.progress):
-                life.record_evaluation(evaluate_after(step))
-            if life.save_is_due():
-                save()
-            if step == cfg.steps:
-                break
+        evaluate_and_save()  # the baseline; in a resumed run, what its last step still lacked
+        for step in range(life.progress.step, cfg.steps):
             clock = Clock(["update"])
 
             # ---- Batch: P demonstrations, the same on every process -----------------------------
@@ -135,6 +135,7 @@ def main(cfg: Config) -> None:
             # ---- Log -----------------------------------------------------------------------------
             log_step(run, life.log, step, batch, metrics | {"learning_rate": lr}, clock)
             life.count_step(1, nonfinite_metric(metrics))
+            evaluate_and_save()
 
         if cfg.eval_full_sweep:  # the last checkpoint is saved before this long evaluation
             evaluate_after(cfg.steps, full=True)

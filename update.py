@@ -17,8 +17,12 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from infra.chips import attribute_oom_to
+from infra.sizes import MICRO_SIZES
 from loss import Objective, policy_loss
+from metrics import computed_per_token, merge_metrics, rescale_to_all_tokens
 from model.attention import PackedRows
+from model.layout import gather_processes, local_part, shard_batch, slice_of_process
 from model.logps import token_logps
 from model.network import Compute, forward
 from model.params import (
@@ -33,7 +37,7 @@ from model.params import (
     param_table,
     trainable_params,
 )
-from rows import Batch, Limits, MicroBatch
+from rows import Batch, Limits, MicroBatch, pack, plan_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,3 +299,96 @@ def learning_rate(
     if schedule == "constant":
         return peak
     raise ValueError(f"LR_SCHEDULE={schedule!r} is unknown; see learning_rate in update.py")
+
+
+# ---- A batch, in micro-batches -------------------------------------------------------------------
+
+
+# If a device runs out of memory here, the error names this program and a smaller size to try.
+@attribute_oom_to("compute_logps_and_entropies", MICRO_SIZES)
+def compute_batch_logps_and_entropies(learner: Learner, params: Params, batch: Batch) -> np.ndarray:
+    """[2, B, T] float32 nats, on every process: the log-probabilities of the completion tokens, and
+    the entropies over the vocabulary where they are drawn. Both are 0 for sequences that are not
+    computed, and undefined on padding."""
+    logps_and_entropies = np.zeros((2, *batch.completion_ids.shape), np.float32)
+    sequences = computed_sequences(batch, learner.skips_zero_advantages)
+    micro_batches = pack_to_devices(learner, batch, sequences)
+    on_devices = [
+        compute_logps_and_entropies(params, micro_batch, learner.temperature, learner.compute)
+        for micro_batch in micro_batches
+    ]
+    for micro_batch, pair in zip(micro_batches, on_devices, strict=True):
+        local = jax.tree.map(local_part, (micro_batch.sequences, pair))
+        indices, pair_of_all = gather_processes(local)  # [X*Q], and two of [X*Q, T]
+        logps_and_entropies[:, indices[indices >= 0]] = np.stack(pair_of_all)[:, indices >= 0]
+    return logps_and_entropies
+
+
+def computed_sequences(batch: Batch, skips_zero_advantages: bool) -> np.ndarray:
+    """The indices of the sequences that an update computes: those with a token in the loss and, if
+    zero advantages are skipped, with an advantage that is not 0."""
+    is_computed = batch.completion_mask.any(axis=1)  # [B]
+    if skips_zero_advantages:  # A sequence with a NaN is computed, so that a metric shows it.
+        is_finite = np.isfinite(batch.sampling_logps).all(axis=1)
+        is_computed &= (batch.advantages != 0) | ~is_finite
+    return np.flatnonzero(is_computed)
+
+
+def pack_to_devices(learner: Learner, batch: Batch, sequences: np.ndarray) -> list[MicroBatch]:
+    """The micro-batches with these sequences of the batch, all of them on the devices."""
+    micro_batches = []
+    rows_of_micro_steps, widths = plan_rows(batch, sequences, learner.limits)
+    for rows in rows_of_micro_steps:
+        packed = pack(batch, slice_of_process(rows), widths, learner.pad_id)
+        micro_batches.append(shard_batch(packed, learner.compute.layout))
+    return micro_batches
+
+
+def one_update(
+    learner: Learner, state: TrainState, mini_batch: Batch, lr: float
+) -> tuple[TrainState, dict[str, float]]:
+    """The state after one optimizer step on the mini-batch, and the metrics of this update."""
+    params = combine_params(learner.base, state.params)
+    grads, metrics = accumulate_gradients(learner, params, mini_batch)
+    with attribute_oom_to("optimizer_step"):
+        state, norms = optimizer_step(
+            state,
+            grads,
+            np.float32(lr),
+            metrics["loss"],
+            optimizer=learner.optimizer,
+            model=learner.compute.model,
+        )
+    return state, metrics | norms
+
+
+@attribute_oom_to("micro_step", MICRO_SIZES)
+def accumulate_gradients(
+    learner: Learner, params: Params, mini_batch: Batch
+) -> tuple[Params, dict[str, float]]:
+    """The gradient of the mini-batch, summed over its micro-batches, and the metrics of the update.
+
+    params: all weights. With LoRA the gradient is that of the adapters alone.
+    """
+    sequences = computed_sequences(mini_batch, learner.skips_zero_advantages)
+    counts = loss_denominators(mini_batch)
+    micro_batches = pack_to_devices(learner, mini_batch, sequences)
+    needs_zeros = learner.accumulates or not micro_batches
+    grads = jax.tree.map(jnp.zeros_like, trainable_params(params)) if needs_zeros else None
+    metrics_of_micro_steps = []
+    for micro_batch in micro_batches:
+        grads, metrics = micro_step(
+            params,
+            grads,
+            micro_batch,
+            counts,
+            objective=learner.objective,
+            temperature=learner.temperature,
+            compute=learner.compute,
+        )
+        metrics_of_micro_steps.append(metrics)
+    # If no sequence is computed, the loss is the only metric.
+    metrics = merge_metrics(metrics_of_micro_steps or [{"loss": 0.0}])
+    metrics = rescale_to_all_tokens(metrics, mini_batch, sequences)
+    per_token = computed_per_token(micro_batches, mini_batch, sequences)
+    return grads, metrics | {"throughput/update/computed_per_token": per_token}

@@ -23,10 +23,10 @@ from infra.hosts import gather_texts
 from infra.mistakes import UserMistake
 from infra.reward_worker import LOADING_S, RewardWorker
 from infra.sizes import turn_batch_size, turn_width
-from model.layout import gather_processes
+from model.layout import gather_processes, slice_of_process
 from model.next_token import Sampling
 from model.placement import raise_if_too_long
-from rollout import Rollout, slice_of_process, text_of
+from rollout import Rollout, text_of
 from sampling import Backend, Completions
 
 # The sequence_id of an unused place in a pass. A pass returns its sequences in the order of their

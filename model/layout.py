@@ -95,6 +95,12 @@ def local_part(x: jax.Array) -> np.ndarray:
     return np.concatenate([np.asarray(shards[start]) for start in sorted(shards)])
 
 
+def slice_of_process(values: Sequence[Any]) -> Sequence[Any]:
+    """This process's part of the values: each process has an equal part, in process order."""
+    count = len(values) // jax.process_count()
+    return values[jax.process_index() * count : (jax.process_index() + 1) * count]
+
+
 def gather_processes(tree: Any) -> Any:
     """The NumPy arrays of all processes, concatenated along their first axis in process order;
     float64 stays float64. All processes have to call it."""

@@ -10,8 +10,8 @@ from config import Config
 from infra.sizes import Sizes, derive_sizes
 from rows import Batch
 from startup import Run, set_up
-from train_grpo import computed_sequences, groups_of_updates, pack_to_devices, with_logps
-from update import loss_denominators
+from train_grpo import groups_of_updates, with_logps
+from update import computed_sequences, loss_denominators, pack_to_devices
 
 TINY = REPO / "tiny"
 

@@ -42,8 +42,8 @@ from model import hf
 from rows import Batch
 from startup import Run, result_fingerprint, set_up
 from tools.bench import make_random_model
-from train_grpo import one_update, with_logps
-from update import Learner, init_state
+from train_grpo import with_logps
+from update import Learner, init_state, one_update
 
 GOLDENS = Path(__file__).parent / "goldens"
 TRL = json.loads((GOLDENS / "teacher.json").read_text(encoding="utf-8"))

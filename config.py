@@ -371,11 +371,11 @@ def read_layers(
 
 
 def contradictions(cfg: Config) -> Iterator[str]:
-    """A line for each combination of settings that cannot work, or not as it is meant."""
+    """A line for each combination of settings that contradict each other."""
     compares = cfg.adv_estimator != "reinforce" and cfg.loss_type != "sft"
     if cfg.num_pre_q == 1 and cfg.steps and compares and not cfg.ignores_rewards():
-        why = f"NUM_PRE_Q=1 leaves ADV_ESTIMATOR={cfg.adv_estimator} nothing to compare"
-        yield f"{why} a completion with; set at least 2, or ADV_ESTIMATOR=reinforce"
+        why = f"NUM_PRE_Q=1 makes every advantage of ADV_ESTIMATOR={cfg.adv_estimator} 0"
+        yield f"{why}; set at least 2, or ADV_ESTIMATOR=reinforce"
     if cfg.dynamic_sampling and cfg.adv_estimator == "reinforce":
         yield "DYNAMIC_SAMPLING=1 drops groups that ADV_ESTIMATOR=reinforce can use; leave it out"
     if cfg.dynamic_sampling and cfg.ignores_rewards():
@@ -383,8 +383,8 @@ def contradictions(cfg: Config) -> Iterator[str]:
     if cfg.ignores_rewards() and cfg.distill_coef == 0:
         yield "DISTILL_COEF=0 and REWARD_COEF=0 leave nothing to learn; set one of them"
     if cfg.teacher_path and cfg.off_policy_mask_threshold:
-        why = "drops completions by one advantage, and those of TEACHER_PATH are of tokens"
-        yield f"OFF_POLICY_MASK_THRESHOLD={cfg.off_policy_mask_threshold} {why}; leave it out"
+        why = "needs one advantage for a completion, and TEACHER_PATH gives one to each token"
+        yield f"OFF_POLICY_MASK_THRESHOLD={cfg.off_policy_mask_threshold} {why}; leave one out"
     if cfg.loss_type == "cispo" and cfg.eps_high < 1:
         yield f"EPS_HIGH={cfg.eps_high} caps every ratio of LOSS_TYPE=cispo below 1; set EPS_HIGH=5"
     clips_ratios = cfg.loss_type in ("dapo", "grpo", "dr_grpo", "gspo", "luspo")
@@ -406,7 +406,7 @@ def contradictions(cfg: Config) -> Iterator[str]:
     if cfg.off_policy_mask_threshold:
         anchors.append(f"OFF_POLICY_MASK_THRESHOLD={cfg.off_policy_mask_threshold}")
     for text in anchors if cfg.filters_logps() else ():
-        why = "takes TOP_K, TOP_P, MIN_P for a change of the policy with SAMPLING_SUPPORT=full"
+        why = "would take TOP_K, TOP_P, MIN_P for a policy change with SAMPLING_SUPPORT=full"
         yield f"{text} {why}; leave SAMPLING_SUPPORT out"
     for name, text in (("policy_loss_impl", "pallas"), ("rollout_backend", "sglang_jax")):
         if cfg.replays() and getattr(cfg, name) == text:

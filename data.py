@@ -107,7 +107,7 @@ def load_examples(
     # Rewards receive the columns as lists, so every example needs every column of the split.
     columns = dict.fromkeys(name for example in examples for name in example)
     for name in [*columns]:
-        why: object = "rewards get something else by this name" if name in REWARD_ARGUMENTS else ""
+        why: object = "rewards have an argument of this name" if name in REWARD_ARGUMENTS else ""
         try:
             json.dumps([example.get(name) for example in examples])
         except TypeError as error:
@@ -270,8 +270,8 @@ def read_question(value: list, place: str) -> Example:
     messages = read_messages(value, place)
     last = messages[-1]
     if last["role"] != "user" or not last["content"].strip():
-        why = f"the last message is {last!r:.80}, and no question of the user"
-        raise UserMistake(f"{place}: {why}; leave out what follows the question")
+        why = f"the last message must be the user's question, not {last!r:.80}"
+        raise UserMistake(f"{place}: {why}; drop the messages after the question")
     return {"question": last["content"], "prompts": messages}
 
 
@@ -408,9 +408,10 @@ def has_system_message(example: Example) -> bool:
 
 
 def read_opening(setting: str) -> list[Message]:
-    """Returns the messages of SYSTEM_PROMPT: those of a .json file, or a system message with the
-    text of a file or, if it is no existing file and no word that ends as the name of one, with
-    SYSTEM_PROMPT itself; none if it is empty. Raises UserMistake."""
+    """Returns the messages of SYSTEM_PROMPT; none if it is empty. Raises UserMistake.
+
+    The name of a .json file gives that file's messages, and that of a text file (*.txt, *.md,
+    *.jinja, or any existing file) a system message with its text. Other values are the text."""
     is_file = os.path.isfile(setting) or re.fullmatch(r"\S+\.(txt|md|jinja|json)", setting)
     text = read_text(setting, "SYSTEM_PROMPT") if is_file else setting
     if not is_file or not setting.endswith(".json"):

@@ -386,7 +386,7 @@ def sampler_weights(
     floor: float,
     cap: float,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns importance weights, for a sampler whose probabilities differ slightly from ours.
+    """Returns the importance weights of a sampler whose probabilities differ from the trainer's.
 
     A weight is the trainer's probability of the sample / the sampler's probability: of each token
     [B, T], or of the sequence [B, 1] if mode is sequence_*. A weight below floor or above cap

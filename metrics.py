@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 # that rounding explains. Usual means are 1e-6 with float32, and 0.01 to 0.03 with bfloat16, which
 # rounds hidden states to 8 significant bits. Wrong weights give 0.1 or more.
 DRIFT_LEVELS = {"float32": 1e-3, "bfloat16": 0.05}
-# In the order of the published line. A step has another order: the completions of all processes are
-# gathered (shard) before the advantages, and logps come before the update.
+# The order of the printed line, which is MLLM-JAX's. A step runs shard (the gathering of all
+# processes' completions) before advantages, and logps before update.
 PHASES = ("rollout_sync", "rollout_generate", "reward", "advantages", "shard", "update", "logps")
 # Prefixes of the metrics that are means over tokens with log-probabilities of the trainer.
 COMPUTED_TOKEN_METRICS = ("sampling_logp_difference/", "is_weight/")
@@ -139,8 +139,8 @@ def raise_if_logps_differ(metrics: Mapping[str, float], drift_level: float) -> N
     difference = metrics.get("sampling_logp_difference/mean", 0.0)
     if difference > drift_level:
         raise RuntimeError(
-            f"with the same weights sampler and trainer compute log-probabilities that differ by "
-            f"{difference:.3g} nats on average, and rounding explains {drift_level:g}"
+            f"for the same weights, log-probabilities of sampler and trainer differ by "
+            f"{difference:.3g} nats on average; rounding explains at most {drift_level:g}"
         )
 
 
@@ -168,7 +168,7 @@ def step_lines(step: Step, breakdown: bool) -> list[str]:
     note = f"note step={step.index}"
     is_counted = step.batch.completion_mask.any(axis=1)  # [B]
     if step.batch.teacher_logps is None and not step.batch.advantages[is_counted].any():
-        lines.append(f"{note}: rewards are equal in each group, so that the policy gradient is 0")
+        lines.append(f"{note}: all rewards of each group are equal, so the policy gradient is 0")
     if wrong := nonfinite_metric(metrics):
         update = metrics["updates_applied"] + 1
         lines.append(f"{note}: update {update:.0f} of this step was not applied: {wrong}")

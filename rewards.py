@@ -59,8 +59,7 @@ _LATEX_FRACTION = re.compile(
     r"([0-9]?)-?\\[cdt]?frac ?(\{ ?-?[0-9.,]+ ?\}|[0-9]) ?(\{ ?-?[0-9.,]+ ?\}|[0-9])(?![0-9])"
 )
 
-# These patterns take all that is written together, such as 100,00 and 10 000; _VALUE says what is a
-# number.
+# These patterns match a whole token, such as 100,00 or 10 000; _VALUE decides if it is a number.
 _TERM = (
     r"(?:(?<![\w.])\.)?[0-9]+(?:[.,][0-9]+(?:\.{3}|…)?|[ ][0-9]{3}(?![0-9/]))*(?:[eE][-+]?[0-9]+)?"
 )
@@ -77,7 +76,7 @@ _NUMBER = re.compile(
 _VALUE = re.compile(
     r"(?:(?!00)[0-9]*|[1-9][0-9]{0,2}(?:,[0-9]{3})+)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,2})?"
 )
-# Where the number ■ is a part of something larger, it is no answer.
+# A number (■) inside a larger expression is not an answer.
 _PART = re.compile(
     r"""
     \\[A-Za-z](?:[^\s=]*[ ]?[({\[]*|[^\s=]*\{[^{}]*)■      # \sqrt{■}, \log_2 ■, \sqrt{3 - ■}

@@ -57,7 +57,7 @@ SHORT_SEQUENCES = 8
 
 class Batch(NamedTuple):
     """All sequences of a step or of one of its updates, in NumPy arrays on every process. The K
-    sequences of a prompt are adjacent. An array is None until its phase of the step makes it."""
+    sequences of a prompt are adjacent. An array is None until the phase that computes it."""
 
     prompts: list[Any]  # [P] data.Prompt
     completion_ids: np.ndarray  # [B, T] int32, right-padded
@@ -244,7 +244,7 @@ def fill_rows(
 
 
 def round_up(n: int, step: int) -> int:
-    """The smallest number that is at least `n` of a grid whose numbers are `step` or more apart."""
+    """n rounded up to a multiple of `step`, or of a larger one: few sizes for each power of two."""
     half_power = 2 ** math.ceil(math.log2(max(n, 1))) // 2
     step = max(half_power // GRID_VALUES, step)
     return max(math.ceil(n / step), 1) * step

@@ -39,7 +39,7 @@ STAGES, STAGE_TOKENS = 4, 128  # of decode, see stage_ends
 
 
 class Stopping(NamedTuple):
-    """When a completion ends, and what fills the array behind it."""
+    """What ends a completion, and the padding behind it."""
 
     max_length_sample: int  # T: the most tokens of a completion
     stop_ids: tuple[int, ...]  # a completion ends with the first of these that is drawn
@@ -105,7 +105,7 @@ class NaiveBackend:
         ids = shard_batch(np.repeat(prompt_ids, copies, axis=0), compute.layout)  # [P, S+1]
         mask = shard_batch(np.repeat(prompt_mask, copies, axis=0), compute.layout)  # [P, S+1]
         prefix = prefill(self._weights, compute, ids, mask)
-        # Later turns are short: programs of smaller batches take longer to compile than they save.
+        # Later turns are short: compiling programs for smaller batches costs more than it saves.
         drop = self._drop_ended and earlier_tokens is None
         earlier_tokens = np.zeros_like(sequence_ids) if earlier_tokens is None else earlier_tokens
         decoding = begin(
@@ -190,8 +190,8 @@ def decode_all(
     with progress_bar("decoding", T, "tokens") as bar:
         while True:
             pause_at = sizes[0] if sizes else 0
-            # decode donates the memory of its argument. On a CPU it would wait forever for an
-            # argument that did not fit into memory.
+            # decode donates its argument. On a CPU, donating an array whose computation ran out of
+            # memory waits forever; waiting here raises the error instead.
             decoding = jax.block_until_ready(decoding)
             decoding = decode(
                 params, compute, decoding, np.int32(pause_at), sampling=sampling, stopping=stopping

@@ -126,7 +126,7 @@ def main(cfg: Config) -> None:
                 clock.lap("reward")
                 stop_ids = rollout.stopping.stop_ids
                 rounds.append(gather_batch(prompts, completions, totals, per_function, stop_ids))
-                clock.lap("shard")  # the published metrics call gathering so
+                clock.lap("shard")  # MLLM-JAX's name of this phase
             backend.release()
 
             # ---- Advantages: how much better each completion is than its group -------------------
@@ -192,7 +192,7 @@ def with_logps(run: Run, params: Params, ref_params: Params | None, batch: Batch
     """The batch with the arrays that need the weights before the first update: ref_logps if there
     is a reference, teacher_logps if there is a teacher, old_logps if there are several updates,
     and the top_mask of TOP_ENTROPY_QUANTILE, whose threshold is a quantile over the entire step;
-    with it no sequence is skipped. By default it needs none of them."""
+    with it no sequence is skipped. With the default settings the batch is returned unchanged."""
     learner, teacher, quantile = run.learner, run.teacher, run.cfg.top_entropy_quantile
     if ref_params is not None:
         ref_logps, _ = compute_batch_logps_and_entropies(learner, ref_params, batch)
@@ -253,8 +253,8 @@ if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")  # it may lack a model's characters
     try:
         if CFG.loss_type == "sft":
-            way = "set MODEL_PATH to its export and choose another OUTPUT_DIR"
-            raise UserMistake(f"LOSS_TYPE=sft is that of train_sft.py; {way}")
+            way = "for GRPO after it set MODEL_PATH to its export, and another OUTPUT_DIR"
+            raise UserMistake(f"LOSS_TYPE=sft needs train_sft.py; {way}")
         if FLAGS.plan:
             with side_file("tools/plan.py", "--plan"):
                 from tools.plan import plan_and_exit

@@ -250,8 +250,8 @@ def next_state(
 def compute_norms(
     state: TrainState, grads: Params, lr: jax.Array, optimizer: Optimizer, model: ModelConfig
 ) -> dict[str, jax.Array]:
-    """The norms of next_state. A program that also returned the state would need memory for the old
-    and the new weights, since the old ones must survive a norm that is not finite."""
+    """The norms of next_state. A program of its own: one that also returned the state would hold
+    two copies of the weights, because the old state must survive a norm that is not finite."""
     return next_state(state, grads, lr, optimizer, model)[1]
 
 
@@ -328,7 +328,7 @@ def computed_sequences(batch: Batch, skips_zero_advantages: bool) -> np.ndarray:
     """The indices of the sequences that an update computes: those with a token in the loss and, if
     zero advantages are skipped, with an advantage that is not 0."""
     is_computed = batch.completion_mask.any(axis=1)  # [B]
-    if skips_zero_advantages:  # A sequence with a NaN is computed, so that a metric shows it.
+    if skips_zero_advantages:  # Sequences with NaN are computed, because a metric must show it.
         is_finite = np.isfinite(batch.sampling_logps).all(axis=1)
         is_computed &= (batch.advantages != 0) | ~is_finite
     return np.flatnonzero(is_computed)

@@ -120,12 +120,12 @@ RULES = {
         "too hard or too easy, or the reward may be constant."
     ),
     "reward_hacked": (
-        "The reward rises and the accuracy falls: the policy gets rewards without right answers. "
+        "Reward hacking: the reward rises while the accuracy falls. "
         "Read samples.jsonl, and change the reward."
     ),
     "held_out_below_train": (
-        "Held-out questions are answered far worse than those of training: the policy has learnt "
-        "them by heart. Take more questions or fewer steps."
+        "Overfitting: the accuracy on held-out questions is far below that on training questions. "
+        "Take more questions or fewer steps."
     ),
     "no_learning": (
         "Neither the reward nor the accuracy has risen beyond noise: LEARNING_RATE is too low, or "

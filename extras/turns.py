@@ -94,7 +94,7 @@ class Environments:
         for i, text in enumerate(texts):
             if text != (first := texts[i // K * K]):
                 why = f"{first!r:.80} and {text!r:.80}"
-                raise UserMistake(f"{self._label}: reset gave one question two texts, {why}")
+                raise UserMistake(f"{self._label}: reset gave one prompt different texts, {why}")
         return texts[::K]
 
     def answers(

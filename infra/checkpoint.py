@@ -196,7 +196,7 @@ class Checkpoints:
                 read = functools.partial(self._read_arrays, saved, wanted)
                 arrays, failure = _read_on_all(read)
             if not failure and not checksums_by_name(arrays).items() <= record["arrays"].items():
-                failure = "its arrays are not what was saved"
+                failure = "the checksum of its arrays is wrong"
             if not failure:
                 self.newest = saved
                 return arrays, record
@@ -214,7 +214,7 @@ class Checkpoints:
         args = ocp.args.Composite(**{RECORD: ocp.args.JsonRestore()})
         record = dict(self._manager.restore(step, args=args)[RECORD])
         if record.pop("sha256", None) != record_digest(record) or record["step"] != step:
-            raise ValueError("its record is not what was saved")
+            raise ValueError("the checksum of its record is wrong")
         if record.get("format") != FORMAT:
             raise ValueError("another version of this code has saved it")
         return record

@@ -150,7 +150,7 @@ def raise_if_processes_differ(facts: dict[str, str]) -> None:
             if first.get(name) != other.get(name)
         ]
         if differences:
-            raise UserMistake(f"the processes would not run the same: {', '.join(differences)}")
+            raise UserMistake(f"the processes differ: {', '.join(differences)}")
 
 
 @contextlib.contextmanager
@@ -274,7 +274,7 @@ class StopSignal:
             print(f"{name}: stopping at the next point where the run can be saved", flush=True)
         while time.monotonic() < arrived + 0.5:  # a wrapper may repeat the terminal's Ctrl-C
             _next_signal(pipe)
-        end_process(code, "error: a second signal; nothing more is saved")
+        end_process(code, "error: a second signal; ending without a checkpoint")
 
     def raise_if_stopped(self) -> None:
         """Raises StopRequested on all processes, at the same call, after a signal to any one."""

@@ -1,4 +1,4 @@
-"""How a run goes on and ends: when it saves, and what follows a signal, a mistake or a bad step.
+"""When a run saves, and how it ends: by a signal, a mistake, a non-finite step, or done.
 
 After a signal the run saves a checkpoint of its last complete step, and so it does after a user's
 mistake, such as a reward that fails, if there is one process. Everything else that stops a run ends
@@ -47,8 +47,9 @@ class Lifecycle:
     began: float  # time.perf_counter() at the start
 
     def claim_folder(self, arrays: Any) -> None:
-        """Says whose folder this is, before the first record. A fork first saves a checkpoint of
-        its own, so that it needs no other run any more. Raises UserMistake and Unwritable."""
+        """Writes run.json, which names the owner of the folder, before the first record. A fork
+        first saves a checkpoint of its own, so that it no longer needs the other run. Raises
+        UserMistake and Unwritable."""
         if self.progress.step and self.checkpoints.newest < 0:
             self.save(arrays)
             self.checkpoints.wait_until_saved()

@@ -252,7 +252,7 @@ def run_state(out: Path) -> tuple[str, str]:
         return RUNNING, ""
     except OSError:
         pass  # there is no lock
-    return DIED, "it left no word: it was killed, or its machine was"
+    return DIED, "it recorded no end: the process or its machine was killed"
 
 
 def metric_values(records: Sequence[dict[str, Any]], name: str) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Whose a folder is, and with which checkpoint a run begins.
+"""The owner of an output folder, and the checkpoint a run starts from.
 
 A folder belongs to one run, which locks it, and which run.json in OUTPUT_DIR identifies. The newest
 checkpoint in the run's own folder always wins. RESUME counts in an empty folder alone, where it

@@ -138,7 +138,7 @@ def visible(queries: Iterable[jax.Array], keys: Iterable[jax.Array], S: int) -> 
 def attention(q: jax.Array, kv: KV, rows: PackedRows, layout: Layout) -> jax.Array:
     """softmax(q k^T / sqrt(h)) v over the keys that a token sees: [X, t, H*h] in q's dtype.
 
-    q: [X, t, H, h]. kv: of the X rows. The values of padding are finite, and mean nothing.
+    q: [X, t, H, h]. kv: of the X rows. At padding the result is finite and meaningless.
     """
     q = q * q.shape[-1] ** -0.5
     X, t = rows.prompt.shape

@@ -169,7 +169,7 @@ def test_half_written_checkpoints_and_changed_records_are_passed_over(tmp_path: 
     step, arrays, said = restored(tmp_path / "c")
     assert step == 1
     message = f"checkpoint {tmp_path}/c/2 is damaged and passed over: "
-    assert said == [f"{message}its record is not what was saved"]
+    assert said == [f"{message}the checksum of its record is wrong"]
     values = json.loads(record.read_text()) | {"rounds": 7, "format": 2}
     del values["sha256"]
     record.write_text(json.dumps(values | {"sha256": record_digest(values)}))

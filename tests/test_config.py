@@ -202,23 +202,23 @@ def test_a_name_without_a_counterpart_is_told_what_to_use_instead(tmp_path: Path
 # ---- Combinations that stop a run, and those that get a line -------------------------------------
 
 CONTRADICTIONS = """
-NUM_PRE_Q=1 -> NUM_PRE_Q=1 leaves ADV_ESTIMATOR=grpo nothing to compare
+NUM_PRE_Q=1 -> NUM_PRE_Q=1 makes every advantage of ADV_ESTIMATOR=grpo 0
 ADV_ESTIMATOR=reinforce DYNAMIC_SAMPLING=1 -> DYNAMIC_SAMPLING=1 drops groups
 TEACHER_PATH=t REWARD_COEF=0 DYNAMIC_SAMPLING=1 -> DYNAMIC_SAMPLING=1 drops groups that RE
-TEACHER_PATH=t NUM_PRE_Q=1 -> NUM_PRE_Q=1 leaves ADV_ESTIMATOR=grpo nothing to compare
+TEACHER_PATH=t NUM_PRE_Q=1 -> NUM_PRE_Q=1 makes every advantage of ADV_ESTIMATOR=grpo 0
 LOSS_TYPE=cispo -> EPS_HIGH=0.2 caps every ratio of LOSS_TYPE=cispo below 1; set EPS_HIGH=5
 BETA=1 KL_ESTIMATOR=k1 KL_BIAS_CORRECTION=0 -> KL_ESTIMATOR=k1 has no gradient on average
 IS_MODE=sequence_mask TOP_P=0.9 SAMPLING_SUPPORT=full -> IS_MODE=sequence_mask with SAMPLING_SUPP
 LOSS_TYPE=dppo_tv IS_MODE=token_mask -> IS_MODE=token_mask corrects for the sampler, as LOSS_TYPE=dp
 LOSS_TYPE=vespo IS_MODE=sequence_mask -> IS_MODE=sequence_mask is of sequences, and LOSS_TYPE=vespo
-LOSS_TYPE=dppo_kl TOP_K=9 SAMPLING_SUPPORT=full -> LOSS_TYPE=dppo_kl takes TOP_K, TOP_P, MIN_P for a
-OFF_POLICY_MASK_THRESHOLD=1 MIN_P=0.1 SAMPLING_SUPPORT=full -> OFF_POLICY_MASK_THRESHOLD=1.0 takes T
+LOSS_TYPE=dppo_kl TOP_K=9 SAMPLING_SUPPORT=full -> LOSS_TYPE=dppo_kl would take TOP_K, TOP_P, MIN_P
+OFF_POLICY_MASK_THRESHOLD=1 MIN_P=0.1 SAMPLING_SUPPORT=full -> OFF_POLICY_MASK_THRESHOLD=1.0 would
 TOP_K=9 POLICY_LOSS_IMPL=pallas -> POLICY_LOSS_IMPL=pallas cannot replay the tokens that TOP_K,
 TOP_K=9 ROLLOUT_BACKEND=sglang_jax STEPS=0 -> ROLLOUT_BACKEND=sglang_jax cannot replay the tokens
 CHAT_TEMPLATE_KWARGS={'a':False} -> CHAT_TEMPLATE_KWARGS={'a':False} is no JSON object such as {"
 CHAT_TEMPLATE_KWARGS=[1] -> CHAT_TEMPLATE_KWARGS=[1] is no JSON object such as {"enable_thinking": f
 TEACHER_PATH=t DISTILL_COEF=0 REWARD_COEF=0 -> DISTILL_COEF=0 and REWARD_COEF=0 leave nothing
-TEACHER_PATH=t OFF_POLICY_MASK_THRESHOLD=0.5 -> OFF_POLICY_MASK_THRESHOLD=0.5 drops completions
+TEACHER_PATH=t OFF_POLICY_MASK_THRESHOLD=0.5 -> OFF_POLICY_MASK_THRESHOLD=0.5 needs one advantage
 DELTA=1.5 EPS_HIGH=0.5 -> DELTA=1.5 must be above 1 + EPS_HIGH = 1.5
 TOP_K=129 SAMPLING_SUPPORT=full STEPS=0 -> TOP_K=129 must be at most 128
 OVERLONG_CACHE=1025 -> OVERLONG_CACHE=1025 must be at most MAX_LENGTH_SAMPLE=1024

@@ -692,7 +692,7 @@ def test_a_column_with_the_name_of_another_argument_of_rewards_is_left_out(
     file = write(tmp_path / "mine.jsonl", [{name: f"{i} + 1?", "answer": f"{i}"} for i in range(9)])
     examples = load_examples(str(file), "", "train", question=name)
     assert examples[0] == {"question": "0 + 1?", "answer": "0"}
-    message = f"left out column {name!r} of split 'train': rewards get something else by this name"
+    message = f"left out column {name!r} of split 'train': rewards have an argument of this name"
     assert capsys.readouterr().out == message + "\n"
 
 

@@ -32,7 +32,7 @@ BATCH = Batch(
 )
 METRICS = {"loss": 0.25, "entropy": 1.5, "grad_norm": 2.0, "param_norm": 9.0, "updates_applied": 1}
 LINE = "step=7 loss=0.250000 entropy=1.5000 reward_mean=1.1250 dt=4.00s"
-NOTHING = "note step=7: rewards are equal in each group, so that the policy gradient is 0"
+NOTHING = "note step=7: all rewards of each group are equal, so the policy gradient is 0"
 SAMPLED = {"rounds": 3.0, "kept_frac": 5 / 12, "reward_mean": 0.5}
 
 

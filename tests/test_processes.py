@@ -32,7 +32,7 @@ def test_two_processes_stop_if_their_settings_code_or_data_differ(tmp_path: Path
         file.write("# another version\n")
     each = ({"SEED": "1"}, {"SEED": "2", "DATASET": str(other), "INIT_TIMEOUT_S": "91"})
     line = (
-        rf"error: the processes would not run the same: "
+        rf"error: the processes differ: "
         rf"DATASET is {few_examples()} on process 0, {other} on process 1, "
         r"SEED is 1 on process 0, 2 on process 1, "
         r"the tokenized prompts is \w{12} on process 0, \w{12} on process 1, "
@@ -144,7 +144,7 @@ def test_a_second_signal_ends_the_process_at_once_but_a_ctrl_c_may_arrive_twice(
     time.sleep(1)
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    message = b"error: a second signal; nothing more is saved\n"
+    message = b"error: a second signal; ending without a checkpoint\n"
     assert process.communicate(timeout=20) == (b"", message) and process.returncode == 130
 
 

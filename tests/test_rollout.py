@@ -214,7 +214,7 @@ def test_each_round_draws_new_tokens_and_equal_rewards_give_no_gradient(
     assert of(result, "other/frac_reward_zero_std") == [1, 1]
     assert of(result, "other/loss") == of(result, "other/grad_norm") == [0, 0]
     for step in (0, 1):
-        assert f"\nnote step={step}: rewards are equal in each group" in result.lines
+        assert f"\nnote step={step}: all rewards of each group are equal" in result.lines
 
 
 # ---- Objectives, estimators and other settings ---------------------------------------------------

@@ -45,9 +45,8 @@ from model import hf
 from model.network import Compute
 from rows import Limits
 from startup import Run, result_fingerprint, set_up
-from train_grpo import one_update, pack_to_devices
 from train_sft import batch_of, customize_settings
-from update import Learner, Optimizer, init_state
+from update import Learner, Optimizer, init_state, one_update, pack_to_devices
 
 GOLDENS = Path(__file__).parent / "goldens"
 TRL = json.loads((GOLDENS / "sft.json").read_text(encoding="utf-8"))
@@ -459,7 +458,7 @@ def test_each_script_tells_what_belongs_to_the_other_one(tmp_path: Path) -> None
     for flags in ([], ["--eval-only"]):
         result = run_as_user(out, *flags, **{} if flags else {"LOSS_TYPE": "sft"})
         assert result.code == 2
-        words = "LOSS_TYPE=sft is that of train_sft.py; set MODEL_PATH to its export and choose an"
+        words = "LOSS_TYPE=sft needs train_sft.py; for GRPO after it set MODEL_PATH to its export"
         assert words in result.errors
     lines = load([], {"COMPLETION_COLUMN": "answer"})[2]
     assert "note: COMPLETION_COLUMN=answer does nothing with train_grpo.py" in lines

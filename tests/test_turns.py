@@ -656,7 +656,7 @@ def test_a_template_that_cannot_hold_several_turns_is_told(bad, template, words)
     "name, words",
     [
         ("Narrow", r"raised TypeError: .*unexpected keyword argument 'answer'"),
-        ("Own", r"reset gave one question two texts, ' Task 1.' and ' Task 2.'"),
+        ("Own", r"reset gave one prompt different texts, ' Task 1.' and ' Task 2.'"),
         (
             "Long",
             r"bad.py:Long, with the text of reset: MAX_LENGTH_SAMPLE=\d+ after the longest prompt "

@@ -251,7 +251,7 @@ def test_the_run_of_the_readme_learns_to_calculate_and_raises_no_alarm(tmp_path:
     (verdict,) = (line for line in lines if line.startswith("verdict: "))
     assert verdict.startswith("verdict: no sign of trouble in 200 steps: accuracy 0.44")
     notes = [line for line in lines if line.startswith("note ")]
-    assert not [note for note in notes if "rewards are equal in each group" not in note]
+    assert not [note for note in notes if "all rewards of each group are equal" not in note]
 
 
 # ---- The page ------------------------------------------------------------------------------------

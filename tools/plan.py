@@ -98,7 +98,7 @@ class Program(NamedTuple):
     arguments: tuple[Any, ...]  # pytrees of shapes, and values
     static: dict[str, Any]  # keyword arguments
     rest: int  # bytes per device of the run's other arrays
-    sizes: tuple[str, ...] = ()  # the settings that make it smaller, as `remedy` takes them
+    sizes: tuple[str, ...] = ()  # the settings that make it smaller, for suggest_smaller_size
 
 
 class Memory(NamedTuple):
@@ -528,9 +528,9 @@ ENDINGS = re.compile("-(Instruct|Base|it|pt)$")
 
 
 def known_config(path: str, revision: str = "") -> ModelConfig:
-    """The ModelConfig of a folder, of a model in KNOWN, or of a hub id; it needs no weights.
+    """The ModelConfig of a folder, of a model in KNOWN_MODELS, or of a hub id; it needs no weights.
 
-    For a model in KNOWN only the sizes are right; its rotary angles and the epsilon are not.
+    For a model in KNOWN_MODELS only the sizes are right; its rotary angles and the epsilon are not.
     """
     name = ENDINGS.sub("", path)
     known = [full for full in KNOWN_MODELS if name in (full, full.rpartition("/")[2])]

@@ -189,7 +189,7 @@ def run(x: Inputs, impl: str, layout: Layout = ONE_DEVICE) -> Result:
     (_, out), (to_q, to_kv) = jax.device_get(program(x, impl, layout)(*arguments(x)))
     assert out.shape == x.towards.shape and out.dtype == np.float32
     assert np.isfinite(out).all()  # at padding too
-    return Result(np.where(x.seen, out, 0), to_q, *to_kv)
+    return Result(np.where(x.seen, out, 0), to_q, to_kv.k, to_kv.v)
 
 
 def assert_same(got: Result, expected: Result, tolerance: float = 1e-5) -> None:

@@ -200,20 +200,15 @@ def _qwen35(config: Any, need: Callable[[bool, str, str], None]) -> Qwen35:
     need(is_silu, "output_gate_type", "silu")
     is_default = config.rope_parameters["rope_type"] == "default"
     need(is_default, "rope_parameters", "rope_type default")
-    types, h = config.layer_types, config.head_dim
-    group = types[: types.index(GLOBAL) + 1] if GLOBAL in types else types
-    groups = f"one number of {LINEAR} layers before each {GLOBAL} layer"
-    is_periodic = GLOBAL in types and types == group * (len(types) // len(group))
-    need(is_periodic and {*group[:-1]} == {LINEAR}, "layer_types", groups)
-    key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
-    need(value_heads % key_heads == 0, "linear_num_value_heads", f"a multiple of {key_heads}")
-    rotated = h * config.rope_parameters.get("partial_rotary_factor", 0.25)
-    is_even = 0 < rotated <= h and rotated % 2 == 0
-    need(is_even, "rope_parameters", "a partial_rotary_factor that rotates pairs of head_dim")
+    linear_layers = [*config.layer_types, GLOBAL].index(GLOBAL)
+    groups = [*[LINEAR] * linear_layers, GLOBAL] * (config.num_hidden_layers // (linear_layers + 1))
+    supported = f"one number of {LINEAR} layers before each {GLOBAL} layer"
+    need(config.layer_types == groups, "layer_types", supported)
+    rotated = config.head_dim * config.rope_parameters.get("partial_rotary_factor", 0.25)
     return Qwen35(
-        linear_layers=len(group) - 1,
-        key_heads=key_heads,
-        value_heads=value_heads,
+        linear_layers=linear_layers,
+        key_heads=config.linear_num_key_heads,
+        value_heads=config.linear_num_value_heads,
         key_dim=config.linear_key_head_dim,
         value_dim=config.linear_value_head_dim,
         taps=config.linear_conv_kernel_dim,

@@ -48,29 +48,20 @@ class State(NamedTuple):
     delta: jax.Array  # [X, N*M, dk, dv] float32, S of each value head
 
 
-class Inputs(NamedTuple):
-    """The projections of the tokens of X rows, or of B sequences, from which linear attention is
-    computed."""
+def gated_norm(out: jax.Array, z: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+    """The outputs of linear attention, normalized in each head and multiplied by silu(z), in the
+    shape and dtype of z.
 
-    qkv: jax.Array  # [X*t, C], channels of queries, keys and values before the convolution
-    z: jax.Array  # [X*t, N*M*dv], gates of the outputs
-    a: jax.Array  # [X*t, N*M], from which g is computed
-    b: jax.Array  # [X*t, N*M], from which beta is computed
-
-
-def _decay_and_beta(inputs: Inputs, w: Layers) -> tuple[jax.Array, jax.Array]:
-    """g, the logarithm of the decay, and beta, both [X*t, N*M] float32."""
-    a, b, dt_bias = (x.astype(jnp.float32) for x in (inputs.a, inputs.b, w.dt_bias))
-    return -jnp.exp(w.a_log) * jax.nn.softplus(a + dt_bias), jax.nn.sigmoid(b)
-
-
-def _gated_norm(out: jax.Array, z: jax.Array, w: Layers, epsilon: float) -> jax.Array:
-    """The outputs, normalized in each head and multiplied by silu(z), in the shape and dtype of z.
-
-    out: [..., N*M, dv] float32. z: [X*t, N*M*dv].
+    out: [..., N*M, dv] float32. z: [X*t, N*M*dv]. scale: [dv] float32.
     """
-    out = out * jax.lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + epsilon) * w.out_norm
+    out = out * jax.lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + epsilon) * scale
     return (out.reshape(z.shape) * jax.nn.silu(z.astype(jnp.float32))).astype(z.dtype)
+
+
+def _decay_and_beta(a: jax.Array, b: jax.Array, w: Layers) -> tuple[jax.Array, jax.Array]:
+    """g, the logarithm of the decay, and beta, both [X*t, N*M] float32."""
+    a, b, dt_bias = (x.astype(jnp.float32) for x in (a, b, w.dt_bias))
+    return -jnp.exp(w.a_log) * jax.nn.softplus(a + dt_bias), jax.nn.sigmoid(b)
 
 
 def _split_channels(x: jax.Array, sizes: Qwen35, axis: int = -1) -> list[jax.Array]:
@@ -96,36 +87,42 @@ def _heads(channels: Iterable[jax.Array], sizes: Qwen35) -> tuple[jax.Array, ...
 
 
 def linear_attention_token(
-    inputs: Inputs, w: Layers, sizes: Qwen35, epsilon: float, state: State
+    qkv: jax.Array, a: jax.Array, b: jax.Array, w: Layers, sizes: Qwen35, state: State
 ) -> tuple[jax.Array, State]:
-    """The outputs [B, N*M*dv] of one new token of each sequence, in the dtype of the inputs, and
-    the new states. w: the weights of the layer. epsilon: of its norm."""
-    g, beta = _decay_and_beta(inputs, w)
-    x = jnp.concatenate([state.conv, inputs.qkv[:, None]], axis=1)  # [B, K, C]
+    """The outputs [B, N*M, dv] float32 of one new token of each sequence, and the new states. The
+    arguments are those of linear_attention."""
+    g, beta = _decay_and_beta(a, b, w)
+    x = jnp.concatenate([state.conv, qkv[:, None]], axis=1)  # [B, K, C]
     summed = (x.astype(jnp.float32) * w.taps[:, 0].T.astype(jnp.float32)).sum(axis=1)
     q, k, v = _heads(_split_channels(jax.nn.silu(summed), sizes), sizes)
     q, k = (jnp.repeat(y, v.shape[1] // y.shape[1], axis=1) for y in (q, k))  # [B, N*M, dk]
     decayed = state.delta * jnp.exp(g)[..., None, None]
     correction = beta[..., None] * (v - (decayed * k[..., None]).sum(axis=-2))  # [B, N*M, dv]
     delta = decayed + k[..., None] * correction[..., None, :]
-    out = (delta * q[..., None]).sum(axis=-2)
-    return _gated_norm(out, inputs.z, w, epsilon), State(x[:, 1:], delta)
+    return (delta * q[..., None]).sum(axis=-2), State(x[:, 1:], delta)
 
 
 # ---- Rows, in training and prefill ---------------------------------------------------------------
 
 
 def linear_attention(
-    inputs: Inputs, w: Layers, sizes: Qwen35, epsilon: float, rows: PackedRows, layout: Layout
+    qkv: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    w: Layers,
+    sizes: Qwen35,
+    rows: PackedRows,
+    layout: Layout,
 ) -> tuple[jax.Array, State]:
-    """The outputs [X*t, N*M*dv] of the tokens of rows, in the dtype of the inputs, and the State
-    behind the last place of rows that hold one prompt each; in other rows it means nothing.
+    """The outputs [X, t, N*M, dv] float32 of the tokens of rows, and the State behind the last
+    place of rows that hold one prompt each; in other rows it means nothing.
 
-    w: the weights of the layer. epsilon: of its norm. Each device computes its rows, and its heads
-    if tp splits them.
+    qkv: [X*t, C], the channels of queries, keys and values before the convolution. a, b: [X*t,
+    N*M], from which g and beta are computed. w: the weights of the layer. Each device computes its
+    rows, and its heads if tp splits them.
     """
     X, t = rows.prompt.shape
-    x, g, beta = (y.reshape(X, t, -1) for y in (inputs.qkv, *_decay_and_beta(inputs, w)))
+    x, g, beta = (y.reshape(X, t, -1) for y in (qkv, *_decay_and_beta(a, b, w)))
     missing = -t % CHUNK  # prompts alone are padded in front
     aligned = rows.S == t or rows.S % CHUNK == missing == 0
     assert aligned, f"rows of {t} places with {rows.S} for prompts are no multiples of {CHUNK}"
@@ -148,8 +145,7 @@ def linear_attention(
     x, prompt = pad(x), pad(rows.prompt, -1)
     channels, taps = _split_channels(x, sizes), _split_channels(w.taps[:, 0], sizes, axis=0)
     out, delta = of_device(channels, taps, pad(g), pad(beta), prompt, pad(distance))
-    out = _gated_norm(out[:, missing:], inputs.z, w, epsilon)
-    return out, State(x[:, 1 - sizes.taps :], delta)
+    return out[:, missing:], State(x[:, 1 - sizes.taps :], delta)
 
 
 class Walk(NamedTuple):

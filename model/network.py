@@ -40,7 +40,7 @@ from model.attention import (
 )
 from model.blocks import block_attention
 from model.layout import TRAIN_BATCH_AXES, Layout, constrain, gather_fsdp
-from model.linear_attention import Inputs, State, linear_attention, linear_attention_token
+from model.linear_attention import State, gated_norm, linear_attention, linear_attention_token
 from model.params import Layers, Leaf, Lora, ModelConfig, Params, inverse_frequencies, param_table
 from model.splash import splash_attention
 
@@ -253,8 +253,9 @@ def _linear_layer(
         z = constrain(w.linear(y, name, model.lora), layout, TRAIN_BATCH_AXES, "tp")
         return constrain(z, layout, layout.batch_axes) if "tp" in layout.batch_axes else z
 
-    inputs = Inputs(*map(project, ("in_qkv", "in_z", "in_a", "in_b")))
-    out, state = attend(inputs, w.base, model.qwen35, model.rms_norm_eps)
+    qkv, z, a, b = map(project, ("in_qkv", "in_z", "in_a", "in_b"))
+    out, state = attend(qkv, a, b, w.base, model.qwen35)
+    out = gated_norm(out, z, w.base.out_norm, model.rms_norm_eps)
     return _after_attention(x, out, w, compute), state
 
 
@@ -321,7 +322,7 @@ def _activation(x: jax.Array, model: ModelConfig) -> jax.Array:
 def _rms_norm(x: jax.Array, scale: jax.Array, model: ModelConfig) -> jax.Array:
     x32 = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + model.rms_norm_eps)
-    if model.norms_add_one:  # to the rounded scale, so that training and rollout have the same
+    if model.gemma3 or model.qwen35:  # The scale is rounded first, as in the copy of the rollout.
         return (x32 * inverse * (1 + scale.astype(x.dtype).astype(jnp.float32))).astype(x.dtype)
     return (x32 * inverse).astype(x.dtype) * scale.astype(x.dtype)
 

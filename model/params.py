@@ -89,11 +89,6 @@ class ModelConfig:
         a single layer."""
         return self.num_layers // (1 + self.qwen35.linear_layers if self.qwen35 else 1)
 
-    @property
-    def norms_add_one(self) -> bool:
-        """Whether norms multiply by 1 + scale."""
-        return self.gemma3 is not None or self.qwen35 is not None
-
 
 @flax.struct.dataclass
 class Layers:
@@ -347,8 +342,9 @@ def init_params(model: ModelConfig, key: jax.Array) -> Params:
             return jax.random.uniform(leaf_key, leaf.shape, minval=-bound, maxval=bound)
         if leaf.kind == "a_log":
             return jnp.log(jax.random.uniform(leaf_key, leaf.shape, minval=0.01, maxval=16))
-        kinds = ("dt_bias", "out_norm") if model.norms_add_one else ("dt_bias", "out_norm", "norm")
-        return jnp.ones(leaf.shape) if leaf.kind in kinds else jnp.zeros(leaf.shape)
+        adds_one = leaf.kind == "norm" and (model.gemma3 or model.qwen35)  # to the scale
+        ones = leaf.kind in ("norm", "out_norm", "dt_bias") and not adds_one
+        return jnp.ones(leaf.shape) if ones else jnp.zeros(leaf.shape)
 
     keys = jax.random.split(key, len(leaves))
     arrays = [init(leaf, k) for leaf, k in zip(leaves, keys, strict=True)]

@@ -266,10 +266,27 @@ def token_inputs(*lead: int, V: int, D: int = 64) -> tuple[np.ndarray, np.ndarra
 # ---- Folders -------------------------------------------------------------------------------------
 
 
-def stopping_model(folder: Path) -> Path:
-    """Makes a model that ends a completion at each token with probability 1/32 or so."""
+# The changes of tiny/config.json that make a Qwen3.5 of a linear and a full layer.
+TINY_QWEN35 = {
+    "model_type": "qwen3_5_text",
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "num_hidden_layers": 2,
+    "full_attention_interval": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+}
+
+
+def stopping_model(folder: Path, changes: dict[str, Any] | None = None) -> Path:
+    """Makes a model that ends a completion at each token with probability 1/32 or so. changes: of
+    tiny/config.json."""
     small = folder / "small"
-    make_random_model(REPO / "tiny", small, {"hidden_size": 32, "num_hidden_layers": 1})
+    changes = {"hidden_size": 32, "num_hidden_layers": 1} | (changes or {})
+    make_random_model(REPO / "tiny", small, changes)
     stop_ids = list(range(0, json.loads((small / "config.json").read_text())["vocab_size"], 32))
     (small / "generation_config.json").write_text(json.dumps({"eos_token_id": stop_ids}))
     return small

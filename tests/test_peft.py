@@ -75,8 +75,10 @@ def test_peft_opens_an_export_and_has_the_same_logits_and_gradients(
     weights = np.random.default_rng(1).normal(size=(80, model.vocab_size))
     expected = torch_logits(other)
     (expected * torch.tensor(weights)).sum().backward()
+    # The norm behind linear attention enlarges the rounding of outputs that are near 0.
+    rounding = 1e-4 if family == "qwen3_5" else 1e-5
     np.testing.assert_allclose(
-        logits_of(params, model), expected.detach().numpy(), rtol=0, atol=1e-5
+        logits_of(params, model), expected.detach().numpy(), rtol=0, atol=rounding
     )
     other.disable_adapter_layers()
     without = torch_logits(other).detach().numpy()
@@ -99,7 +101,9 @@ def test_peft_opens_an_export_and_has_the_same_logits_and_gradients(
     for name, grad in named.items():
         most = np.abs(grad).max()
         assert most > 0.1
-        np.testing.assert_allclose(found[name], grad, rtol=0, atol=2e-5 * most, err_msg=name)
+        np.testing.assert_allclose(
+            found[name], grad, rtol=0, atol=2 * rounding * most, err_msg=name
+        )
 
 
 def test_adapters_that_peft_has_written_are_read(tmp_path: Path) -> None:

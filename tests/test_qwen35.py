@@ -12,8 +12,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import REPO, checkpoint_arrays, environment, few_examples, metric_records, train
-from small_model import NEVER, PAD, QWEN2, batch_of, layout, numpy_softmax, train_layout
+from runs import (
+    REPO,
+    checkpoint_arrays,
+    environment,
+    few_examples,
+    finish,
+    metric_records,
+    start,
+    train,
+    wait_for,
+)
+from small_model import (
+    NEVER,
+    PAD,
+    QWEN2,
+    TINY_QWEN35,
+    batch_of,
+    layout,
+    numpy_softmax,
+    train_layout,
+)
 
 from config import Config
 from data import open_think_tag, pad_prompts
@@ -78,9 +97,9 @@ def rms(x: np.ndarray) -> np.ndarray:
     return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + MODEL.rms_norm_eps)
 
 
-def linear_layer(y: np.ndarray, w: Any) -> np.ndarray:
+def linear_layer(y: np.ndarray, w: Any, model: ModelConfig) -> np.ndarray:
     """The output of linear attention before its projection, [n, value_heads * value_dim]."""
-    c, n = MODEL.qwen35, len(y)
+    c, n = model.qwen35, len(y)
     x = np.concatenate([np.zeros((c.taps - 1, w.in_qkv.shape[1])), y @ w.in_qkv])
     x = silu(sum(x[i : i + n] * w.taps[:, 0, i] for i in range(c.taps)))
     q, k, v = np.split(x, [c.key_heads * c.key_dim, 2 * c.key_heads * c.key_dim], axis=1)
@@ -98,10 +117,10 @@ def linear_layer(y: np.ndarray, w: Any) -> np.ndarray:
     return (w.out_norm * rms(np.stack(out))).reshape(n, -1) * silu(y @ w.in_z)
 
 
-def full_layer(y: np.ndarray, w: Any) -> np.ndarray:
+def full_layer(y: np.ndarray, w: Any, model: ModelConfig) -> np.ndarray:
     """The gated output of attention before its projection, [n, H*h]."""
-    n, H, h, half = len(y), MODEL.num_heads, MODEL.head_dim, MODEL.qwen35.rotated // 2
-    angles = np.arange(n)[:, None, None] * MODEL.rope_theta ** (-np.arange(half) / half)
+    n, H, h, half = len(y), model.num_heads, model.head_dim, model.qwen35.rotated // 2
+    angles = np.arange(n)[:, None, None] * model.rope_theta ** (-np.arange(half) / half)
 
     def rotate(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
         a, b, rest = np.split(rms(x) * (1 + scale), [half, 2 * half], axis=-1)
@@ -110,23 +129,23 @@ def full_layer(y: np.ndarray, w: Any) -> np.ndarray:
 
     q, gate = np.split((y @ w.wq).reshape(n, H, 2 * h), 2, axis=-1)
     k, v = ((y @ x).reshape(n, -1, h) for x in (w.wk, w.wv))
-    k, v = (x.repeat(H // MODEL.num_kv_heads, axis=1) for x in (rotate(k, w.k_norm), v))
+    k, v = (x.repeat(H // model.num_kv_heads, axis=1) for x in (rotate(k, w.k_norm), v))
     scores = np.einsum("ihd,jhd->hij", rotate(q, w.q_norm), k) / np.sqrt(h)
     scores = np.exp(np.where(np.tri(n, dtype=bool), scores, -np.inf))
     out = np.einsum("hij,jhd->ihd", scores / scores.sum(axis=-1, keepdims=True), v)
     return (out / (1 + np.exp(-gate))).reshape(n, -1)
 
 
-def reference(params: Params, ids: Sequence[int]) -> np.ndarray:
-    """[n, V] float64: the logits after each of n tokens."""
+def reference(params: Params, ids: Sequence[int], model: ModelConfig = MODEL) -> np.ndarray:
+    """[n, V] float64: the logits after each of n tokens, of a model with groups of two layers."""
     x = params.embed[list(ids)]
-    for i in range(MODEL.num_groups):
+    for i in range(model.num_groups):
         full = jax.tree.map(lambda x, i=i: x[i], params.layers)
         for w, attend in [(full.linear[0], linear_layer), (full, full_layer)]:
-            x = x + attend(rms(x) * (1 + w.attn_norm), w) @ w.wo
+            x = x + attend(rms(x) * (1 + w.attn_norm), w, model) @ w.wo
             y = rms(x) * (1 + w.mlp_norm)
             x = x + (silu(y @ w.gate) * (y @ w.up)) @ w.down
-    return rms(x) * (1 + params.final_norm) @ params.lm_head.T
+    return rms(x) * (1 + params.final_norm) @ lm_head(params).T
 
 
 def reference_logps(params: Params, prompt: Sequence[int], completion: Sequence[int]) -> np.ndarray:
@@ -207,7 +226,7 @@ def test_the_gradient_of_packed_rows_is_that_of_the_reference() -> None:
 
 
 @pytest.mark.parametrize(
-    "mesh, remat, layer_loop", [((1, 1, 2), "full", "unroll"), ((1, 2, 2), "dots", "scan")]
+    "mesh, remat, layer_loop", [((1, 1, 2), "full", "unroll"), ((2, 2, 2), "dots", "scan")]
 )
 def test_meshes_remat_and_unrolled_layers_leave_the_gradient_unchanged(
     mesh: tuple[int, int, int], remat: str, layer_loop: str
@@ -242,11 +261,12 @@ def test_gradients_of_stacked_and_of_unrolled_layers_add_up_to_stacked_ones(
 
 
 @pytest.mark.parametrize(
-    "layer_loop, mesh, K",
-    [("scan", (1, 1, 1), 1), ("unroll", (1, 1, 1), 8), ("scan", (2, 2, 2), 8)],
+    "layer_loop, mesh, K, T",
+    [("scan", (1, 1, 1), 8, 12), ("unroll", (1, 1, 1), 8, 12), ("scan", (2, 2, 2), 8, 12)]
+    + [("unroll", (1, 1, 1), 1, 260)],  # in two stages
 )
 def test_sampled_logps_are_those_of_the_reference(
-    layer_loop: str, mesh: tuple[int, int, int], K: int
+    layer_loop: str, mesh: tuple[int, int, int], K: int, T: int
 ) -> None:
     """After 1, 2, 64, 65, 66 and 201 tokens of prompts that are padded on the left, with sequences
     that leave the batch when they have ended."""
@@ -254,7 +274,7 @@ def test_sampled_logps_are_those_of_the_reference(
     prompts = [rng.integers(0, 39, n).tolist() for n in (1, 2, 3, 64, 65, 66, 200, 201)]
     compute = Compute(MODEL, jnp.dtype("float32"), layout(*mesh), layer_loop=layer_loop)
     stop_ids = (NEVER,) if K == 1 else (0, 7, 11)
-    backend = NaiveBackend(compute, Stopping(12, stop_ids, PAD), drop_ended=True)
+    backend = NaiveBackend(compute, Stopping(T, stop_ids, PAD), drop_ended=True)
     backend.update_weights(
         jax.device_put(float32_weights(), param_shardings(MODEL, compute.layout.mesh))
     )
@@ -288,37 +308,37 @@ def test_the_states_of_decoding_are_as_large_for_any_number_of_tokens() -> None:
 
 # ---- Runs ----------------------------------------------------------------------------------------
 
-TINY_QWEN35 = {
-    "model_type": "qwen3_5_text",
-    "architectures": ["Qwen3_5ForCausalLM"],
-    "head_dim": 32,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
-}
 RUN = environment("STEPS=3 LR_DECAY_STEPS=3 BATCH_SIZE=4 TRAIN_MICRO_BATCH_SIZE=4 REMAT=full")
 RUN["SAVE_EVERY_STEPS"] = "1"
+GRPO = environment("NUM_PRE_Q=4 LORA_RANK=2")
+SFT = environment("SCRIPT=train_sft.py REWARD_FN= REWARD_WEIGHTS= MAX_LENGTH_SAMPLE=96")
+SFT["COMPLETION_COLUMN"] = "answer"
 
 
 @pytest.mark.slow
-def test_a_cold_start_and_grpo_behind_it_are_resumed_to_the_bit(tmp_path: Path) -> None:
+def test_a_cold_start_and_grpo_behind_it_end_to_the_bit_as_ever_if_they_are_killed(
+    tmp_path: Path,
+) -> None:
+    """The model of the cold start is the teacher of GRPO."""
     make_random_model(REPO / "tiny", tmp_path / "model", TINY_QWEN35)
-    sft = environment("SCRIPT=train_sft.py REWARD_FN= REWARD_WEIGHTS= MAX_LENGTH_SAMPLE=96")
-    sft["COMPLETION_COLUMN"] = "answer"
-    first = str(tmp_path / "model")
-    for name, script in (("sft", sft), ("grpo", {"NUM_PRE_Q": "4", "LORA_RANK": "2"})):
-        settings = RUN | script | {"MODEL_PATH": first}
-        outs = tmp_path / name, tmp_path / f"{name}_again"
-        train(outs[0], **settings)
-        train(outs[1], **settings | {"STEPS": "2"})
-        train(outs[1], **settings)
-        ours, theirs = (checkpoint_arrays(out, 3) for out in outs)
+    model = str(tmp_path / "model")
+    sft, grpo = tmp_path / "sft", tmp_path / "grpo"
+    runs = {sft: SFT | {"MODEL_PATH": model}}
+    runs[grpo] = GRPO | {"MODEL_PATH": f"{sft}/hf", "TEACHER_PATH": model}
+    for out, script in runs.items():
+        train(out, **RUN, **script)
+        killed = out.parent / f"{out.name}_killed"
+        process = start(killed, RUN | script, 1)
+        wait_for(process, r"^step=2 ")
+        process.kill()
+        assert finish(process, killed).code == -9
+        assert "resumed after step" in train(killed, **RUN, **script).lines
+        ours, theirs = (checkpoint_arrays(folder, 3) for folder in (out, killed))
         assert ours.keys() == theirs.keys()
         assert all(ours[key].tobytes() == theirs[key].tobytes() for key in ours)
-        assert metric_records(outs[0]) == metric_records(outs[1])
-        first = str(tmp_path / name / "hf")
+        assert metric_records(out) == metric_records(killed)
+    kl = [record["train-other/reverse_kl"] for record in metric_records(grpo)]
+    assert np.abs(kl).max() < 0.1 and kl[0] != 0, "the cold start was short"
 
 
 # ---- transformers' numbers -----------------------------------------------------------------------
@@ -389,12 +409,15 @@ def test_random_models_have_transformers_logits_and_gradients(seed: int, tmp_pat
     params = hf.load_params(tmp_path, model, mesh, np.float32)
     (_, logits), grads = jax.jit(jax.value_and_grad(mean, has_aux=True))(params)
     theirs = theirs.detach().numpy()
-    np.testing.assert_allclose(logits, theirs, rtol=0, atol=2e-5 * np.abs(theirs).max())
+    # Both are float32, and the norm behind the rule enlarges the rounding of outputs that are near
+    # 0: at single tokens the difference is 25 times as large as on average.
+    apart = np.abs(logits - theirs) / np.abs(theirs).max()
+    assert apart.mean() < 2e-6 and apart.max() < 2e-4
     expected = {name: x.grad.numpy() for name, x in other.named_parameters()}
     ours = dict(hf.hf_tensors(grads, model))
     assert ours.keys() == expected.keys()
     for name, x in expected.items():
-        np.testing.assert_allclose(ours[name], x, rtol=0, atol=1e-4 * np.abs(x).max(), err_msg=name)
+        np.testing.assert_allclose(ours[name], x, rtol=0, atol=5e-4 * np.abs(x).max(), err_msg=name)
 
 
 @pytest.mark.parity

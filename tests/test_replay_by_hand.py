@@ -1,7 +1,7 @@
 """Two steps of a real run, computed again by hand: rewards, advantages, entropy, clipping and KL.
 
 A script wraps two functions of train_grpo.py to save what passes through them, and changes nothing.
-The reference is a Qwen2 in float64 numpy that sees one unpadded sequence at a time. With
+The references are models in float64 numpy that see one unpadded sequence at a time. With
 logps_u: by the weights before update u; old: by those before the step's first update; ref: by those
 before the run's first update; ratio = exp(logps_u - old); and A, the advantage of the sequence:
   reward     1.0 if the answer is right + 0.5 for the form + 0.125 for each tag that occurs once
@@ -22,11 +22,13 @@ import numpy as np
 import pytest
 from runs import REPO, Result, environment, train
 from safetensors.numpy import load_file
-from small_model import numpy_logits, numpy_softmax
+from small_model import TINY_QWEN35, numpy_logits, numpy_softmax
+from test_qwen35 import reference
 from tokenizers import Tokenizer
 
 from model import hf
-from model.params import Params, param_table
+from model.params import ModelConfig, Params, param_table
+from tools.bench import make_random_model
 
 TINY = REPO / "tiny"
 MODEL = hf.read_config(TINY)
@@ -81,10 +83,12 @@ class Sequence(NamedTuple):
     support: np.ndarray | None
     sampling_logps: np.ndarray
     A: float
+    model: ModelConfig
 
     def scored(self, weights: Params) -> np.ndarray:
         """The log-probability of each token that was drawn, among those that could be drawn."""
-        logits = numpy_logits(weights, np.concatenate([self.prompt, self.ids]), MODEL)
+        logits_of = reference if self.model.qwen35 else numpy_logits
+        logits = logits_of(weights, np.concatenate([self.prompt, self.ids]), self.model)
         table = np.log(numpy_softmax(logits / TEMPERATURE))  # [n, V]
         table = table[len(self.prompt) - 1 : -1][self.drawn]  # [drawn, V]
         logps = np.take_along_axis(table, self.ids[self.drawn][:, None], axis=1)[:, 0]
@@ -106,8 +110,8 @@ def reward_of(text: str, answer: str) -> float:
 class Saved:
     """What the script has saved of a run, and what the run has recorded."""
 
-    def __init__(self, result: Result) -> None:
-        self.result = result
+    def __init__(self, result: Result, model: ModelConfig = MODEL) -> None:
+        self.result, self.model = result, model
 
     def step(self, step: int) -> dict[str, np.ndarray]:
         """The arrays and the prompts of a step."""
@@ -118,7 +122,7 @@ class Saved:
         found = load_file(self.result.out / f"weights{step}_{update}.safetensors")
         sequences = found.pop("sequences")
         leaves = [found[str(i)].astype(np.float64) for i in range(len(found))]
-        return jax.tree.unflatten(jax.tree.structure(param_table(MODEL)), leaves), sequences
+        return jax.tree.unflatten(jax.tree.structure(param_table(self.model)), leaves), sequences
 
     def sequences(self, step: int) -> list[Sequence]:
         x = self.step(step)
@@ -130,15 +134,21 @@ class Saved:
                 x["support"][i, :n] if "support" in x else None,
                 x["sampling_logps"][i, :n].astype(np.float64),
                 float(x["advantages"][i]),
+                self.model,
             )
             for i, n in enumerate(x["lengths"])
         ]
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    out = tmp_path_factory.mktemp("runs") / "replay"
-    return Saved(train(out, changes=SAVING, **SETTINGS))
+@pytest.fixture(scope="module", params=["qwen2", pytest.param("qwen3_5", marks=pytest.mark.slow)])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """The runs of the tiny model, and of a Qwen3.5 with random weights."""
+    runs, folder, settings = tmp_path_factory.mktemp("runs"), TINY, SETTINGS
+    if request.param == "qwen3_5":
+        folder = runs / "model"
+        make_random_model(TINY, folder, TINY_QWEN35 | {"num_hidden_layers": 4})
+        settings = SETTINGS | {"MODEL_PATH": str(folder), "LEARNING_RATE": "3e-4"}
+    return Saved(train(runs / "replay", changes=SAVING, **settings), hf.read_config(folder))
 
 
 def update_by_hand(

@@ -24,7 +24,7 @@ from extras.sglang import (
     raise_if_engine_cannot_compute,
 )
 from infra.mistakes import UserMistake
-from model.params import Gemma3, arrange_layers, init_params
+from model.params import Gemma3, Qwen35, arrange_layers, init_params
 
 # ---- What stops a run ----------------------------------------------------------------------------
 
@@ -74,6 +74,7 @@ def test_lengths_and_devices_that_do_not_suit_the_engine_are_refused(
     [
         ({"qkv_bias": False}, "samples qwen2 and qwen3, and the model is of the family llama"),
         ({"gemma3": GEMMA3}, "qwen2 and qwen3, and the model is of the family gemma3_text; use"),
+        ({"qwen35": Qwen35(1, 2, 2, 8, 8, 4, 32)}, "is of the family qwen3_5_text; use"),
         ({"head_dim": 64}, "needs a head_dim that is a multiple of 128, and the model has 64"),
     ],
 )

@@ -22,7 +22,6 @@ convolution and K of its taps.
 """
 
 import functools
-import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -35,7 +34,6 @@ from model.layout import Layout
 from model.params import Layers, Qwen35
 
 CHUNK = 64  # tokens
-GROUP = 8  # chunks, at most, of which everything but the states is computed at once
 
 # Float32 matmuls of TPUs and GPUs would round their inputs.
 matmul = functools.partial(jnp.matmul, precision="highest")
@@ -97,9 +95,12 @@ def linear_attention_token(
     q, k, v = _heads(_split_channels(jax.nn.silu(summed), sizes), sizes)
     q, k = (jnp.repeat(y, v.shape[1] // y.shape[1], axis=1) for y in (q, k))  # [B, N*M, dk]
     decayed = state.delta * jnp.exp(g)[..., None, None]
-    correction = beta[..., None] * (v - (decayed * k[..., None]).sum(axis=-2))  # [B, N*M, dv]
+    # Both products with the old state are of one pass over it.
+    of_key, of_query = ((decayed * y[..., None]).sum(axis=-2) for y in (k, q))  # [B, N*M, dv]
+    correction = beta[..., None] * (v - of_key)
     delta = decayed + k[..., None] * correction[..., None, :]
-    return (delta * q[..., None]).sum(axis=-2), State(x[:, 1:], delta)
+    out = of_query + (k * q).sum(axis=-1, keepdims=True) * correction
+    return out, State(x[:, 1:], delta)
 
 
 # ---- Rows, in training and prefill ---------------------------------------------------------------
@@ -238,55 +239,46 @@ def _delta_rule(inputs: list[jax.Array], walk: Walk) -> tuple[jax.Array, jax.Arr
     dv].
 
     inputs: q and k [n, X, N, 1, c, dk], v [n, X, N, M, c, dv], g and beta [n, X, N, M, c], all
-    float32 and in the order of the walk. Backward keeps them and the states before each GROUP of
-    chunks, and computes the rest again.
+    float32 and in the order of the walk. Backward keeps them and the states before each chunk, and
+    computes the rest again.
     """
-    (*_, dk), (n, X, N, M, c, dv) = inputs[1].shape, inputs[2].shape
+    (*_, dk), (_, X, N, M, c, dv) = inputs[1].shape, inputs[2].shape
     place = jnp.arange(c)
 
     @jax.checkpoint
-    def of_group(states: Any, group: Any) -> Any:
-        q, k, v, g, beta, is_prompt, is_first, distance = group  # [chunks, X, N, M, ...]
+    def of_chunk(states: Any, chunk: Any) -> Any:
+        q, k, v, g, beta, is_prompt, is_first, distance = chunk  # [X, N, M, ...]
+        state, end = (jnp.where(is_first, 0, x) for x in states)  # of the sequence, of its prompt
         # The place in the chunk at which the token's sequence begins; below 0 in an earlier chunk.
-        start = (place - distance)[:, :, None, None]  # [chunks, X, 1, 1, c]
+        start = (place - distance)[:, None, None]  # [X, 1, 1, c]
+        began_earlier = start[..., None] < 0  # [X, 1, 1, c, 1]
         same = (start[..., None] == start[..., None, :]) & (place <= place[:, None])
         # The logarithm of the decay since the chunk, or the sequence within it, began.
-        total = (same * g[..., None, :]).sum(axis=-1)  # [chunks, X, N, M, c]
+        total = (same * g[..., None, :]).sum(axis=-1)  # [X, N, M, c]
         decay = jnp.exp(jnp.where(same, total[..., None] - total[..., None, :], -jnp.inf))
+
+        def read(x: jax.Array) -> jax.Array:
+            return jnp.where(began_earlier, matmul(x, state), matmul(x, end))
+
         k_transposed = k.swapaxes(-1, -2)
         system = jnp.tril(beta[..., None] * matmul(k, k_transposed) * decay, -1)
         sides = beta[..., None] * jnp.concatenate([v, jnp.exp(total)[..., None] * k], axis=-1)
         # The corrections without the state, and its share.
-        solved = matmul(_inverse(system), sides)
-        corrections, state_share = jnp.split(solved, [dv], axis=-1)
-        scores = matmul(q, k_transposed) * decay
-        q = jnp.exp(total)[..., None] * q
-        k = decay[..., -1, :, None] * k  # as the state at the end of the chunk adds it
-        of_state = jnp.exp(total[..., -1, None, None])
-        chunks = corrections, state_share, scores, q, k, of_state, start < 0, is_prompt, is_first
-        return jax.lax.scan(of_chunk, states, chunks)
-
-    def of_chunk(states: Any, chunk: Any) -> Any:
-        corrections, state_share, scores, q, k, of_state, began_earlier, is_prompt, is_first = chunk
-        state, end = (jnp.where(is_first, 0, x) for x in states)  # of the sequence, of its prompt
-        began = began_earlier[..., None]  # [X, 1, 1, c, 1]
-
-        def read(x: jax.Array) -> jax.Array:
-            return jnp.where(began, matmul(x, state), matmul(x, end))
-
+        corrections, state_share = jnp.split(matmul(_inverse(system), sides), [dv], axis=-1)
         corrections = corrections - read(state_share)
-        out = read(q) + matmul(scores, corrections)
-        state = of_state * jnp.where(began[..., -1:, :], state, end)
+        scores = matmul(q, k_transposed) * decay
+        out = read(jnp.exp(total)[..., None] * q) + matmul(scores, corrections)
+        k = decay[..., -1, :, None] * k  # as the state at the end of the chunk adds it
+        state = jnp.where(began_earlier[..., -1:, :], state, end)
+        state = jnp.exp(total[..., -1, None, None]) * state
         state = state + matmul(k.swapaxes(-1, -2), corrections)
         return (state, jnp.where(is_prompt, state, end)), out
 
     flags = [x.T[..., None, None, None, None] for x in (walk.is_prompt, walk.is_first)]
-    groups = *inputs, *flags, walk.distance.swapaxes(0, 1)
-    size = math.gcd(n, GROUP)
-    groups = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), groups)
     empty = jnp.zeros((X, N, M, dk, dv), jnp.float32)
-    (_, end), out = jax.lax.scan(of_group, (empty, empty), groups)
-    return out.reshape(n, *out.shape[2:]), end
+    chunks = *inputs, *flags, walk.distance.swapaxes(0, 1)
+    (_, end), out = jax.lax.scan(of_chunk, (empty, empty), chunks)
+    return out, end
 
 
 def _inverse(system: jax.Array) -> jax.Array:

@@ -209,16 +209,22 @@ def update_flops(model: ModelConfig, prompts: np.ndarray, completions: np.ndarra
     # The pairs of a query and a key. Sliding windows are ignored: for Gemma 3 these are too many.
     pairs = (S**2 / 2).sum() + (T * S + T**2 / 2).sum()
     attention = 4 * model.num_heads * model.head_dim * model.num_groups * pairs
-    if sizes := model.qwen35:
-        # Of a key head keys and queries times the keys of the chunk. Of a value head the triangular
-        # system, the product with the corrections, and three with the state.
-        of_key_head = 4 * CHUNK * sizes.key_dim
-        of_value_head = CHUNK * (sizes.key_dim + 3 * sizes.value_dim)
-        of_value_head += 6 * sizes.key_dim * sizes.value_dim
-        of_layer = sizes.key_heads * of_key_head + sizes.value_heads * of_value_head
-        attention += (model.num_layers - model.num_groups) * of_layer * (S.sum() + T.sum())
+    if model.qwen35:
+        attention += linear_attention_flops(model) * (S.sum() + T.sum())
     layers = jax.tree.leaves(param_table(model).layers)
     matrices = sum(math.prod(leaf.shape) for leaf in layers if leaf.kind == "matrix")
     head = model.vocab_size * model.hidden_size * T.sum()
     passes = 2 if model.lora else 3  # matrices of the base have no gradient
     return float(passes * 2 * (matrices * (S.sum() + T.sum()) + head) + 3 * attention)
+
+
+def linear_attention_flops(model: ModelConfig) -> float:
+    """The FLOPs of the delta rule for a token in forward, in all layers."""
+    assert (sizes := model.qwen35), "other families have no linear layers"
+    # Of a key head keys and queries times the keys of the chunk. Of a value head the triangular
+    # system, the product with the corrections, and three with the state.
+    of_key_head = 4 * CHUNK * sizes.key_dim
+    of_value_head = CHUNK * (sizes.key_dim + 3 * sizes.value_dim)
+    of_value_head += 6 * sizes.key_dim * sizes.value_dim
+    of_layer = sizes.key_heads * of_key_head + sizes.value_heads * of_value_head
+    return (model.num_layers - model.num_groups) * of_layer

@@ -19,9 +19,10 @@ from infra.chips import Chip, chip_of
 from infra.mistakes import UserMistake
 from infra.sizes import prompt_share
 from model.layout import ROLLOUT_BATCH_AXES, Layout, make_mesh
+from model.linear_attention import CHUNK
 from model.network import Compute
-from model.params import abstract_params, lm_head
-from model.placement import update_flops
+from model.params import ModelConfig, abstract_params, lm_head
+from model.placement import linear_attention_flops, update_flops
 from sampling import stage_ends
 
 if TYPE_CHECKING:
@@ -32,6 +33,11 @@ Lengths = tuple[np.ndarray, np.ndarray]
 BEST, BEST_KERNEL_S = (0.70, 0.80, 0.80), 0.5e-6
 WORST, WORST_KERNEL_S = (0.30, 0.45, 0.35), 1.5e-6
 KERNELS = 50  # of a layer in a decoding step; compiled programs have 37 to 60
+# The delta rule in a forward of rows: float32 products are six of bfloat16 on a TPU, and about
+# twice as many as update_flops counts are computed. It reads and writes 12 float32 arrays of the
+# size of its values, and has 38 kernels for each chunk.
+RULE_PRODUCTS, RULE_ARRAYS, RULE_KERNELS = 12, 12, 38
+STATE_PASSES = 3  # over a state in a decoding step: it is read twice, and written
 
 
 def estimate_seconds(work: np.ndarray, chip: Chip) -> np.ndarray:
@@ -50,18 +56,44 @@ def forward_work(compute: Compute, lengths: Lengths) -> np.ndarray:
     # Operations read and write 11 F + 18 D numbers; two all-reduces are over rings of tp devices.
     widths = 11 * model.intermediate_size + 18 * model.hidden_size
     reduced = 4 * (mesh.shape["tp"] - 1) * model.hidden_size
-    return np.array([flops, numbers * widths, numbers * reduced, 0]) / mesh.size
+    work = np.array([flops, numbers * widths, numbers * reduced, 0]) / mesh.size
+    return work + delta_rule_work(compute, sum(x.sum() for x in lengths))
 
 
-def rollout_work(compute: Compute, lengths: Lengths, steps: int, keys: float) -> np.ndarray:
-    """The work of prefill and of decoding steps. keys: the places whose keys and values a device
-    reads in a step, on average."""
+def delta_rule_work(compute: Compute, tokens: float) -> np.ndarray:
+    """What the delta rule in chunks adds to a forward of tokens, beyond its FLOPs of update_flops;
+    a device has all chunks of its rows, and its part of the heads."""
+    model, mesh = compute.model, compute.layout.mesh
+    if (sizes := model.qwen35) is None:
+        return np.zeros(4)
+    layers = model.num_layers - model.num_groups
+    flops = (RULE_PRODUCTS - 1) * linear_attention_flops(model)
+    numbers = RULE_ARRAYS * layers * sizes.value_heads * sizes.value_dim
+    kernels = RULE_KERNELS * layers * mesh.shape["tp"] / CHUNK
+    return tokens * np.array([flops, 4 * numbers, 0, kernels]) / mesh.size
+
+
+def rollout_work(
+    compute: Compute, lengths: Lengths, steps: int, keys: float, sequences: float = 0.0
+) -> np.ndarray:
+    """The work of prefill and of decoding steps. On average a device reads in a step the keys and
+    values of `keys` places and the states of linear layers of `sequences`."""
     model, (prompts, completions) = compute.model, lengths
-    work = forward_work(compute, lengths)
-    work[1] = forward_work(compute, (prompts, 0 * completions))[1]  # a step's activations are few
-    kv = 2 * model.num_layers * model.num_kv_heads * model.head_dim * compute.dtype.itemsize
+    # Decoding has no chunks, and a step's activations are few.
+    work = forward_work(compute, lengths) - delta_rule_work(compute, completions.sum())
+    work[1] = forward_work(compute, (prompts, 0 * completions))[1]
+    kv = 2 * model.num_groups * model.num_kv_heads * model.head_dim * compute.dtype.itemsize
+    cached = kv * keys + STATE_PASSES * state_bytes(model) * sequences
     read, gathered = weight_bytes(compute)
-    return work + steps * np.array([0, read + kv * keys, gathered, KERNELS * model.num_layers])
+    return work + steps * np.array([0, read + cached, gathered, KERNELS * model.num_layers])
+
+
+def state_bytes(model: ModelConfig) -> int:
+    """The bytes of the states of a sequence in all linear layers; they do not grow with it."""
+    if (sizes := model.qwen35) is None:
+        return 0
+    numbers = sizes.value_heads * sizes.key_dim * sizes.value_dim
+    return 4 * (model.num_layers - model.num_groups) * numbers
 
 
 def update_work(compute: Compute, lengths: Lengths, micro_steps: float) -> np.ndarray:
@@ -104,7 +136,8 @@ def work_of_phases(plan: "Plan", mean: float) -> dict[str, np.ndarray]:
         # Sequences that stay when others leave the batch get copies of their prompts.
         prompts = live if computed < T else sequences / sampled[1].shape[1]
         keys = live * np.mean(stage_ends(T, rollout.layer_loop)) + prompts * plan.S
-        work["rollout"] = rollout_work(rollout, sampled, T * sizes.passes_per_step, keys)
+        steps = T * sizes.passes_per_step
+        work["rollout"] = rollout_work(rollout, sampled, steps, keys, sequences=live)
         if rollout.layer_loop == "scan" and training.layout.mesh.devices.flat[0].platform != "tpu":
             work["rollout"][1] *= 2.6  # its slices are copied, see choose_layer_loop
     trained = lengths(sizes.micro_batch_size * plan.processes // training.layout.batch_shards, mean)

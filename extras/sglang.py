@@ -115,8 +115,8 @@ def raise_if_engine_cannot_compute(
         )
     if model_family(model) not in FAMILIES:
         raise UserMistake(
-            f"{SETTING} samples {' and '.join(FAMILIES)}, and the model is of the family "
-            f"{model_family(model)}; {NAIVE}"
+            f"{SETTING} samples {' and '.join(FAMILIES)}, and the model is of another family; "
+            f"{NAIVE}"
         )
     if platform == "cpu" and model.head_dim % 128:
         raise UserMistake(
@@ -126,12 +126,10 @@ def raise_if_engine_cannot_compute(
 
 
 def model_family(model: ModelConfig) -> str:
-    """The family of a model, as model_type in config.json names it."""
-    if model.gemma3:
-        return "gemma3_text"
-    if model.qwen35:
-        return "qwen3_5_text"
-    return "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else "llama"
+    """The family of a model, as model_type in config.json names it; "" if it is not of FAMILIES."""
+    if model.gemma3 or model.qwen35:
+        return ""
+    return "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else ""
 
 
 def context_tokens(max_length_sample: int, longest: int) -> int:

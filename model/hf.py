@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -35,6 +36,7 @@ from model.params import (
 )
 
 MODEL_FILES = ["*.json", "*.safetensors", "*.jinja"]  # of a model, on the hub
+SECOND_COPY = "consolidated*"  # Mistral's files of the same weights under other names
 LARGEST_FILE = "5GB"  # of an exported model's weights
 WEIGHTS, ADAPTERS = "model.safetensors", "adapter_model.safetensors"
 TEMPLATES = "additional_chat_templates"  # a folder with named chat templates, such as tool_use
@@ -49,6 +51,7 @@ OF_TEXT, MTP = re.compile(r"^(model\.)?language_model\."), "mtp."
 NOT_READ = ("vision_tower.", "multi_modal_projector.", "model.visual.", MTP)
 # model_type of a model that also sees images -> the architecture of its text part alone
 TEXT_PARTS = {"gemma3": "Gemma3ForCausalLM", "qwen3_5": "Qwen3_5ForCausalLM"}
+LIKE_LLAMA = ("qwen2", "qwen3", "llama", "mistral", "smollm3", "granite")  # values of model_type
 LOCAL, LINEAR, GLOBAL = "sliding_attention", "linear_attention", "full_attention"  # types of layers
 # Keys of config.json with the only value that is supported, which is also the default.
 ONLY = {
@@ -76,7 +79,8 @@ def fetch_model(path: str, revision: str = "", files: list[str] = MODEL_FILES) -
     if path.startswith(("/", "~", "./", "../")):  # never a hub id
         raise UserMistake(f"MODEL_PATH={path}: this folder does not exist")
     with reading(f"MODEL_PATH={path}: no such folder, and the hub says"):
-        return Path(snapshot_download(path, revision=revision or None, allow_patterns=files))
+        download = functools.partial(snapshot_download, path, revision=revision or None)
+        return Path(download(allow_patterns=files, ignore_patterns=SECOND_COPY))
 
 
 def read_model(folder: Path, chat_template: str) -> tuple[ModelConfig, Any]:
@@ -133,8 +137,8 @@ def read_config(folder: Path) -> ModelConfig:
 
     model_type = values.get("model_type")
     is_gemma, is_qwen35 = model_type == "gemma3_text", model_type == "qwen3_5_text"
-    known = is_gemma or is_qwen35 or model_type in ("qwen2", "qwen3", "llama")
-    need(known, "model_type", "qwen2, qwen3, llama, gemma3_text, gemma3 or qwen3_5")
+    known = is_gemma or is_qwen35 or model_type in LIKE_LLAMA
+    need(known, "model_type", f"{', '.join(LIKE_LLAMA)}, gemma3_text, gemma3 or qwen3_5")
     for key, value in ONLY.items():
         # Qwen2 always has the three biases. Every release of Qwen3 and Llama has false in this key.
         if (model_type, key) != ("qwen2", "attention_bias"):
@@ -156,7 +160,6 @@ def read_config(folder: Path) -> ModelConfig:
         need(is_default, "rope_parameters", f"rope_type default for {LOCAL}")
         need({*config.layer_types} <= {LOCAL, GLOBAL}, "layer_types", f"{LOCAL} or {GLOBAL}")
         gemma3 = Gemma3(
-            query_scalar=float(config.query_pre_attn_scalar),
             rope_factor=float(rope["factor"]) if rope["rope_type"] == "linear" else 1.0,
             local_rope_theta=float(local_rope["rope_theta"]),
             window=config.sliding_window,
@@ -173,8 +176,8 @@ def read_config(folder: Path) -> ModelConfig:
             raise UserMistake(f"{path}: {key} has no 'original_max_position_embeddings'")
         low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
         llama3 = float(rope["factor"]), low, high, int(rope["original_max_position_embeddings"])
-    head_dim = getattr(config, "head_dim", None)  # that of Qwen2 may be left out
-    return ModelConfig(
+    head_dim = getattr(config, "head_dim", None)  # some files leave it out
+    model = ModelConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -192,6 +195,29 @@ def read_config(folder: Path) -> ModelConfig:
         gemma3=gemma3,
         qwen35=qwen35,
     )
+    return dataclasses.replace(model, **_of_family(config, model, file_values))
+
+
+def _of_family(config: Any, model: ModelConfig, values: dict[str, Any]) -> dict[str, Any]:
+    """Fields of the ModelConfig that one family has other than the others, of transformers' config.
+    values: of config.json."""
+    if config.model_type == "gemma3_text":
+        of_queries = math.sqrt(model.head_dim / config.query_pre_attn_scalar)
+        return dict(embedding_multiplier=math.sqrt(model.hidden_size), query_multiplier=of_queries)
+    if config.model_type == "granite":
+        return dict(
+            embedding_multiplier=config.embedding_multiplier,
+            query_multiplier=config.attention_multiplier * math.sqrt(model.head_dim),
+            residual_multiplier=config.residual_multiplier,
+            logits_divisor=config.logits_scaling,
+        )
+    if config.model_type == "smollm3":
+        return dict(nope_layers=tuple(not x for x in config.no_rope_layers[: model.num_layers]))
+    if config.model_type == "mistral":
+        # Within its sliding window a token sees all others. null turns it off.
+        window = values.get("sliding_window", config.sliding_window) or math.inf
+        return dict(max_positions=min(model.max_positions, window))
+    return {}
 
 
 def _qwen35(config: Any, need: Callable[[bool, str, str], None]) -> Qwen35:

@@ -1,5 +1,5 @@
-"""The forward of Qwen2/Qwen2.5, Qwen3, Qwen3.5 (dense, text), Llama 3 and Gemma 3 (text) in its
-three uses: prefill, decode and training.
+"""The forward of Qwen2/Qwen2.5, Qwen3, Qwen3.5 (dense, text), Llama 3, Mistral, SmolLM3, Granite 3
+(dense) and Gemma 3 (text) in its three uses: prefill, decode and training.
 
 In all three the last token of the prompt is fed together with the completion. Prefill therefore
 computes only keys and values, and the hidden state of token i predicts completion token i:
@@ -20,7 +20,6 @@ decode, V vocabulary, D model, F feed-forward, L layers, H query heads, N kv hea
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -83,8 +82,8 @@ def split_prefix(prompt_ids: jax.Array, prompt_mask: jax.Array) -> tuple[jax.Arr
 def forward(
     params: Params, compute: Compute, ids: jax.Array, positions: jax.Array, rows: PackedRows
 ) -> tuple[jax.Array, KV | tuple[KV, ...]]:
-    """The final hidden states of `ids`, after the last norm, and their keys and values, for prefill
-    and training.
+    """The final hidden states of `ids`, whose products with the lm_head are the logits, and their
+    keys and values, for prefill and training.
 
     ids, positions: [X, t] int32. rows: which tokens see each other.
     Returns hidden [X, t, D] in compute.dtype, and the KV of all layers: stacked like params.layers,
@@ -96,12 +95,12 @@ def forward(
     attend = splash_attention if compute.attention_impl == "splash" else attend
 
     def layer(
-        x: jax.Array, w_and_local: tuple[LayerWeights, jax.Array | None]
+        x: jax.Array, w_and_variant: tuple[LayerWeights, jax.Array | None]
     ) -> tuple[jax.Array, KV]:
-        w, local = w_and_local
+        w, variant = w_and_variant
         w = _cast_and_gather(w, compute)
-        q, kv, gate = _qkv(x, w, compute, _rotary_of_layer(rotary, local))
-        window = _window(model, local)
+        q, kv, gate = _qkv(x, w, compute, _rotary_of_layer(rotary, variant))
+        window = _window(model, variant)
         visible = rows if window is None else rows.with_window(positions, window)
         out = attend(q, kv, visible, layout)
         return _after_attention(x, out, w, compute, gate), kv
@@ -116,25 +115,26 @@ def forward(
         layer, linear_layer = (jax.checkpoint(f, **options) for f in (layer, linear_layer))
 
     def group(
-        x: jax.Array, w_and_local: tuple[LayerWeights, jax.Array | None]
+        x: jax.Array, w_and_variant: tuple[LayerWeights, jax.Array | None]
     ) -> tuple[jax.Array, KV]:
-        (*linear, full), local, states = w_and_local[0].layers_of_group(), w_and_local[1], []
+        (*linear, full), variant, states = w_and_variant[0].layers_of_group(), w_and_variant[1], []
         for w in linear:
             x, state = linear_layer(x, w)
             states.append(state)
-        x, kv = layer(x, (full, local))
+        x, kv = layer(x, (full, variant))
         return x, kv._replace(states=tuple(states))
 
     x = _embed(params.embed, ids, compute)  # [X*t, D]
     kvs: KV | tuple[KV, ...] = ()
     if isinstance(params.layers, Layers):
         weights = LayerWeights(params.layers, params.adapters)
-        x, kvs = jax.lax.scan(group, x, (weights, _local(model)))
+        x, kvs = jax.lax.scan(group, x, (weights, _variant(model)))
     else:
         for i in range(model.num_groups):
-            x, kv = group(x, (_weights_of_group(params, i), _local(model, i)))
+            x, kv = group(x, (_weights_of_group(params, i), _variant(model, i)))
             kvs = (*kvs, kv)
-    return _rms_norm(x, params.final_norm, model).reshape(*ids.shape, -1), kvs
+    hidden = _rms_norm(x, params.final_norm, model) / model.logits_divisor
+    return hidden.reshape(*ids.shape, -1), kvs
 
 
 def forward_token(
@@ -155,14 +155,14 @@ def forward_token(
             attend = functools.partial(linear_attention_token, state=state)
             x, state = _linear_layer(x, w_linear, compute, attend)
             states.append(state)
-        w, local = _cast_and_gather(w, compute), _local(compute.model, i)
-        q, kv, gate = _qkv(x, w, compute, _rotary_of_layer(rotary, local))
+        w, variant = _cast_and_gather(w, compute), _variant(compute.model, i)
+        q, kv, gate = _qkv(x, w, compute, _rotary_of_layer(rotary, variant))
         kv = kv._replace(states=tuple(states))
         completion = write_token(completion, i, kv, cache.place)
         layer_cache = cache._replace(
             prompt=select_layer(cache.prompt, i), completion=select_layer(completion, i)
         )
-        out = cached_attention(q, layer_cache, compute.layout, _window(compute.model, local))
+        out = cached_attention(q, layer_cache, compute.layout, _window(compute.model, variant))
         return _after_attention(x, out, w, compute, gate), completion
 
     carry = _embed(params.embed, token[:, None], compute), cache.completion
@@ -173,7 +173,8 @@ def forward_token(
         for i in range(compute.model.num_groups):
             carry = group(i, carry)
     x, completion = carry
-    return _rms_norm(x, params.final_norm, compute.model), completion
+    hidden = _rms_norm(x, params.final_norm, compute.model) / compute.model.logits_divisor
+    return hidden, completion
 
 
 # ---- A layer -------------------------------------------------------------------------------------
@@ -191,8 +192,8 @@ def _embed(embed: jax.Array, ids: jax.Array, compute: Compute) -> jax.Array:
     layout = compute.layout
     x = embed[constrain(ids, layout, "dp")].astype(compute.dtype)  # [X, t, D]
     x = constrain(constrain(x, layout, "dp", None, "fsdp"), layout, TRAIN_BATCH_AXES)
-    if compute.model.gemma3:  # bfloat16 makes 34 of sqrt(1152) = 33.94, as when Gemma was trained
-        x = x * jnp.asarray(math.sqrt(compute.model.hidden_size), x.dtype)
+    # For Gemma 3 bfloat16 makes 34 of sqrt(1152) = 33.94, as when it was trained.
+    x = x * jnp.asarray(compute.model.embedding_multiplier, x.dtype)
     return x.reshape(ids.size, -1)
 
 
@@ -283,9 +284,7 @@ def _qkv(
     q, gate = heads("wq", base.bq, model.num_heads), None
     if model.qwen35:  # the gate follows the queries in each head
         q, gate = jnp.split(q, 2, axis=-1)
-    q = _rotate(normed(q, base.q_norm), rotary)
-    if model.gemma3:  # attention divides by sqrt(h)
-        q = q * math.sqrt(model.head_dim / model.gemma3.query_scalar)
+    q = _rotate(normed(q, base.q_norm), rotary) * model.query_multiplier
     k = _rotate(normed(heads("wk", base.bk, model.num_kv_heads), base.k_norm), rotary)
     v = heads("wv", base.bv, model.num_kv_heads)
     return q, KV(k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)), gate
@@ -298,18 +297,20 @@ def _after_attention(
     gate: from _qkv."""
     layout, model, lora = compute.layout, compute.model, compute.model.lora
 
-    def normed(y: jax.Array, scale: jax.Array | None) -> jax.Array:
-        return y if scale is None else _rms_norm(y, scale, model)
+    def scaled(y: jax.Array, scale: jax.Array | None) -> jax.Array:
+        y = y if scale is None else _rms_norm(y, scale, model)
+        # bfloat16 would make 0.2197 of Granite's 0.22.
+        return (y.astype(jnp.float32) * model.residual_multiplier).astype(y.dtype)
 
     if gate is not None:
         out = out * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(out.dtype).reshape(out.shape)
     out = constrain(out.reshape(len(x), -1), layout, TRAIN_BATCH_AXES, "tp")
     y = constrain(w.linear(out, "wo", lora), layout, TRAIN_BATCH_AXES)
-    x = x + normed(y, w.base.attn_post_norm)
+    x = x + scaled(y, w.base.attn_post_norm)
     y = _rms_norm(x, w.base.mlp_norm, model)
     y = _activation(w.linear(y, "gate", lora), model) * w.linear(y, "up", lora)  # [X*t, F]
     y = constrain(w.linear(y, "down", lora), layout, TRAIN_BATCH_AXES)
-    return x + normed(y, w.base.mlp_post_norm)
+    return x + scaled(y, w.base.mlp_post_norm)
 
 
 def _activation(x: jax.Array, model: ModelConfig) -> jax.Array:
@@ -327,19 +328,19 @@ def _rms_norm(x: jax.Array, scale: jax.Array, model: ModelConfig) -> jax.Array:
     return (x32 * inverse).astype(x.dtype) * scale.astype(x.dtype)
 
 
-# ---- Rotary angles, and the local layers of Gemma 3 ----------------------------------------------
+# ---- Rotary angles, and variants of layers -------------------------------------------------------
 
 
 def _rotary(model: ModelConfig, positions: jax.Array) -> Rotary:
-    """cos and sin [X, t, 1, h/2] float32 of positions [X, t]; of Gemma 3 [2, X, t, 1, h/2], for
-    global and for local layers; of Qwen3.5 [X, t, 1, rotated/2]."""
+    """cos and sin [X, t, 1, h/2] float32 of positions [X, t]; [2, X, t, 1, h/2] with two variants
+    of layers; of Qwen3.5 [X, t, 1, rotated/2]."""
     angles = positions[:, :, None, None].astype(jnp.float32) * inverse_frequencies(model)
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def _rotary_of_layer(rotary: Rotary, local: jax.Array | None) -> Rotary:
+def _rotary_of_layer(rotary: Rotary, variant: jax.Array | None) -> Rotary:
     cos, sin = rotary
-    return rotary if local is None else (cos[local], sin[local])
+    return rotary if variant is None else (cos[variant], sin[variant])
 
 
 def _rotate(x: jax.Array, rotary: Rotary) -> jax.Array:
@@ -353,14 +354,15 @@ def _rotate(x: jax.Array, rotary: Rotary) -> jax.Array:
     return rotated.astype(x.dtype)
 
 
-def _local(model: ModelConfig, i: int | jax.Array | slice = slice(None)) -> jax.Array | None:
-    """int32, 1 for a local layer of Gemma 3 and 0 for a global one: of layer i, or [L] of all
-    layers; None for other families."""
-    return jnp.array(model.gemma3.local_layers, jnp.int32)[i] if model.gemma3 else None
+def _variant(model: ModelConfig, i: int | jax.Array | slice = slice(None)) -> jax.Array | None:
+    """int32, ModelConfig.layer_variants as 1 and 0: of layer i, or [L] of all layers; None if all
+    layers are alike."""
+    variants = model.layer_variants
+    return jnp.array(variants, jnp.int32)[i] if variants else None
 
 
-def _window(model: ModelConfig, local: jax.Array | None) -> jax.Array | None:
+def _window(model: ModelConfig, variant: jax.Array | None) -> jax.Array | None:
     """How many positions a token sees in a layer of Gemma 3; None for other families."""
-    if model.gemma3 is None or local is None:
+    if model.gemma3 is None or variant is None:
         return None
-    return jnp.where(local, model.gemma3.window, ALL_POSITIONS)
+    return jnp.where(variant, model.gemma3.window, ALL_POSITIONS)

@@ -38,10 +38,9 @@ class Lora(NamedTuple):
 
 class Gemma3(NamedTuple):
     """The part of a ModelConfig that only Gemma 3 has. Its norms, which also follow attention and
-    feed-forward, multiply by 1 + scale. Its embeddings are multiplied by sqrt(D), and its
-    feed-forward uses GELU. Its local layers have a sliding window; the others are global."""
+    feed-forward, multiply by 1 + scale. Its feed-forward uses GELU. Its local layers have a sliding
+    window; the others are global."""
 
-    query_scalar: float  # scores are divided by its square root, not by that of h
     rope_factor: float  # positions are divided by it in global layers
     local_rope_theta: float
     window: int  # positions that a token sees in a local layer, its own included
@@ -78,8 +77,13 @@ class ModelConfig:
     tied: bool  # the embedding is also the lm_head
     qkv_bias: bool
     qk_norm: bool
-    max_positions: int  # tokens
+    max_positions: int  # tokens; at most the sliding window of Mistral 7B v0.1
     lora: Lora | None = None  # None: training changes all weights
+    embedding_multiplier: float = 1.0  # of embeddings; in Gemma 3 sqrt(D)
+    query_multiplier: float = 1.0  # of queries, beside the 1 / sqrt(h) of attention
+    residual_multiplier: float = 1.0  # of what attention and feed-forward add to their input
+    logits_divisor: float = 1.0
+    nope_layers: tuple[bool, ...] = ()  # [L], True without rotary angles; (): all have them
     gemma3: Gemma3 | None = None  # None: the model is of another family
     qwen35: Qwen35 | None = None  # None: the model is of another family
 
@@ -89,6 +93,11 @@ class ModelConfig:
         a single layer."""
         return self.num_layers // (1 + self.qwen35.linear_layers if self.qwen35 else 1)
 
+    @property
+    def layer_variants(self) -> tuple[bool, ...]:
+        """[L], True for local layers of Gemma 3 and for those without rotary angles; () if all
+        layers are alike."""
+        return self.gemma3.local_layers if self.gemma3 else self.nope_layers
 
 @flax.struct.dataclass
 class Layers:
@@ -400,8 +409,9 @@ def lm_head(params: Params) -> jax.Array:
 
 @functools.lru_cache
 def inverse_frequencies(model: ModelConfig) -> np.ndarray:
-    """[h/2] float32 radians per position, of Gemma 3 [2, 1, 1, 1, h/2]. rope_llama3 lowers the
-    frequencies of long wavelengths, as in Llama 3.1. Qwen3.5 rotates a part of h numbers."""
+    """[h/2] float32 radians per position; [2, 1, 1, 1, h/2] with two variants of layers.
+    rope_llama3 lowers the frequencies of long wavelengths, as in Llama 3.1. Qwen3.5 rotates a part
+    of h numbers."""
     rotated = model.qwen35.rotated if model.qwen35 else model.head_dim
     half = np.arange(0, rotated, 2, dtype=np.float64) / rotated
     inverse = model.rope_theta**-half
@@ -413,4 +423,6 @@ def inverse_frequencies(model: ModelConfig) -> np.ndarray:
         turns = original * inverse / (2 * np.pi)  # full turns within the original context
         keep = np.clip((turns - low) / (high - low), 0.0, 1.0)  # 1 leaves a wavelength as it is
         inverse = keep * inverse + (1 - keep) * inverse / factor
+    if model.nope_layers:  # cos is 1 and sin is 0, which leaves queries and keys as they are
+        inverse = np.stack([inverse, 0 * inverse])[:, None, None, None]
     return inverse.astype(np.float32)

@@ -343,6 +343,26 @@ FAMILIES = {
         sliding_window_pattern=2,
         tie_word_embeddings=True,
     ),
+    "mistral": family("mistral", "Mistral", head_dim=12, rope_theta=150.0, sliding_window=None),
+    # Its second layer has no rotary angles.
+    "smollm3": family(
+        "smollm3",
+        "SmolLM3",
+        rope_theta=250.0,
+        no_rope_layers=[1, 0],
+        pad_token_id=None,
+        tie_word_embeddings=True,
+    ),
+    # Attention would divide by sqrt(8) = 2.83, and this is a division by 5.
+    "granite": family(
+        "granite",
+        "Granite",
+        rope_theta=350.0,
+        embedding_multiplier=1.5,
+        attention_multiplier=0.2,
+        residual_multiplier=0.22,
+        logits_scaling=0.75,
+    ),
     # A linear layer with two value heads for each key head, then a full one, which rotates 6 of the
     # 12 numbers of a head.
     "qwen3_5": family(

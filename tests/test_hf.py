@@ -70,14 +70,21 @@ def test_config_by_hand(tmp_path: Path) -> None:
     sizes = dict(vocab_size=48, hidden_size=32, intermediate_size=40, num_layers=2, num_heads=4)
     sizes |= dict(num_kv_heads=2, rms_norm_eps=1e-5, max_positions=256)
     plain = dict(head_dim=8, rope_llama3=None, tied=False, qkv_bias=False, qk_norm=False)
-    gemma3 = Gemma3(20.0, 8.0, 50.0, 16, (True, False))
+    gemma3 = Gemma3(8.0, 50.0, 16, (True, False))
     qwen35 = Qwen35(1, 2, 4, 6, 10, taps=4, rotated=6)
+    of_gemma = dict(rope_theta=5e3, gemma3=gemma3, embedding_multiplier=32**0.5)
+    of_gemma |= dict(query_multiplier=(12 / 20) ** 0.5)
+    multipliers = dict(embedding_multiplier=1.5, query_multiplier=0.2 * 8**0.5)
+    multipliers |= dict(residual_multiplier=0.22, logits_divisor=0.75)
     expected = {
         "qwen2": dict(rope_theta=700.0, qkv_bias=True),
         "qwen2_tied": dict(rope_theta=300.0, qkv_bias=True, tied=True),
         "qwen3": dict(rope_theta=200.0, head_dim=12, qk_norm=True),
         "llama3": dict(rope_theta=100.0, rope_llama3=(8.0, 1.0, 4.0, 32)),
-        "gemma3": dict(rope_theta=5e3, head_dim=12, qk_norm=True, tied=True, gemma3=gemma3),
+        "gemma3": of_gemma | dict(head_dim=12, qk_norm=True, tied=True),
+        "mistral": dict(rope_theta=150.0, head_dim=12),
+        "smollm3": dict(rope_theta=250.0, tied=True, nope_layers=(False, True)),
+        "granite": multipliers | dict(rope_theta=350.0),
         "qwen3_5": dict(rope_theta=400.0, head_dim=12, qk_norm=True, qwen35=qwen35),
     }
     for family in FAMILIES:
@@ -112,7 +119,18 @@ def test_what_a_gemma_that_also_sees_images_leaves_out_is_as_in_the_released_mod
     assert (model.num_heads, model.num_kv_heads, model.head_dim) == (8, 4, 256)
     assert (model.rms_norm_eps, model.rope_theta) == (1e-6, 1e6)
     local_layers = tuple(i % 6 < 5 for i in range(34))
-    assert model.gemma3 == Gemma3(256.0, 8.0, 1e4, 1024, local_layers, sees_images=True)
+    assert model.gemma3 == Gemma3(8.0, 1e4, 1024, local_layers, sees_images=True)
+
+
+def test_a_mistral_takes_no_more_tokens_than_its_sliding_window(tmp_path: Path) -> None:
+    """There a window hides nothing. transformers has one of 4096 if the file has no such key."""
+    config = FAMILIES["mistral"] | {"max_position_embeddings": 32768}
+    del config["sliding_window"]
+    positions = []
+    for window in ({}, {"sliding_window": 1024}, {"sliding_window": None}):
+        write_config(tmp_path, config | window)
+        positions.append(hf.read_config(tmp_path).max_positions)
+    assert positions == [4096, 1024, 32768]
 
 
 def rope(**values: object) -> dict[str, object]:
@@ -159,6 +177,14 @@ BAD_CONFIGS = [  # family, changed keys (None removes a key), a part of the erro
     ("gemma3", rope(**LLAMA3), "rope_type default or linear is"),
     ("gemma3", rope(rope_type="linear"), "'rope_type'='linear': {'factor'}"),
     ("gemma3", {"sliding_window": None}, "has no 'sliding_window'"),
+    ("mistral", rope(rope_type="yarn", factor=4.0), "rope_type default or llama3"),
+    ("smollm3", {"use_sliding_window": True}, "use_sliding_window=True is not supported; false is"),
+    (
+        "granite",
+        {"model_type": "granitemoehybrid"},
+        "model_type='granitemoehybrid' is not supported",
+    ),
+    ("granite", {"attention_bias": True}, "attention_bias=True is not supported; false is"),
     ("qwen3_5", {"model_type": "qwen3_5_moe_text"}, "model_type='qwen3_5_moe_text' is not support"),
     ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate=False is not supported; true is"),
     ("qwen3_5", {"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid' is not supported; s"),
@@ -465,6 +491,9 @@ def exported(source: Path, target: Path, mesh_shape: str = "1,8,1", **how: objec
         ("qwen3", "2,2,2", np.float16, "float32"),
         ("llama3", "8,1,1", ml_dtypes.bfloat16, "float32"),
         ("gemma3", "1,8,1", np.float32, "float32"),
+        ("mistral", "1,8,1", ml_dtypes.bfloat16, "bfloat16"),
+        ("smollm3", "1,4,2", np.float32, "float32"),
+        ("granite", "2,2,2", np.float32, "bfloat16"),
         ("qwen3_5", "1,4,2", np.float32, "bfloat16"),
     ],
 )

@@ -5,6 +5,7 @@ import functools
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_model
+from safetensors.numpy import save_file
 from small_model import (
     FAMILIES,
     GOLDENS,
@@ -21,7 +23,9 @@ from small_model import (
     POSITIONS,
     batch_of,
     in_rows,
+    tensors,
     transformers_logits,
+    write_config,
     write_folder,
 )
 
@@ -55,7 +59,8 @@ MODEL = dataclasses.replace(
 )
 # Sequences have up to 12 tokens, and tokens of local layers see four.
 GEMMA = dataclasses.replace(MODEL, num_layers=3, rope_llama3=None, tied=True, qkv_bias=False)
-GEMMA = dataclasses.replace(GEMMA, gemma3=Gemma3(20.0, 8.0, 30.0, 4, (True, False, True)))
+GEMMA = dataclasses.replace(GEMMA, gemma3=Gemma3(8.0, 30.0, 4, (True, False, True)))
+GEMMA = dataclasses.replace(GEMMA, embedding_multiplier=4.0, query_multiplier=(8 / 20) ** 0.5)
 ONE_DEVICE = small_model.train_layout(1, 1, 1)
 FLOAT32 = Compute(MODEL, jnp.dtype("float32"), ONE_DEVICE)
 GEMMA_FLOAT32 = FLOAT32._replace(model=GEMMA)
@@ -195,6 +200,66 @@ def test_logits_equal_the_numbers_transformers_gave(tmp_path: Path, family: str)
     np.testing.assert_allclose(ours, golden, rtol=0, atol=1e-4)
 
 
+MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+
+
+def random_config(family: str, seed: int) -> dict[str, Any]:
+    """A config.json of the family with random sizes."""
+    rng = np.random.default_rng(seed)
+    kv_heads, share, h = rng.integers(1, 4), rng.integers(1, 4), 2 * rng.integers(2, 9)
+    sizes = {"num_attention_heads": kv_heads * share, "num_key_value_heads": kv_heads}
+    sizes |= {"hidden_size": kv_heads * share * h, "intermediate_size": rng.integers(5, 50)}
+    sizes |= {"num_hidden_layers": rng.integers(1, 6), "vocab_size": 50}
+    sizes = {name: int(size) for name, size in sizes.items()}
+    of_family = {
+        "mistral": {"head_dim": int(2 * h)},
+        "smollm3": {"no_rope_layers": rng.integers(0, 2, 6).tolist() if seed else None},
+        "granite": {name: rng.uniform(0.3, 1.5) for name in MULTIPLIERS}
+        | {"attention_multiplier": rng.uniform(0.5, 1.5) * h**-0.5},
+    }
+    tied = {"tie_word_embeddings": bool(seed % 2)}
+    return FAMILIES[family] | sizes | of_family[family] | tied | {"rope_theta": 300.0}
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("family", ["mistral", "smollm3", "granite"])
+def test_random_models_have_transformers_logits_and_gradients(
+    family: str, seed: int, tmp_path: Path
+) -> None:
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    config = random_config(family, seed)
+    write_config(tmp_path, config)
+    # With the large scores of `tensors` rounding would count.
+    weights = {name: x / (4 if "q_proj" in name else 1) for name, x in tensors(config).items()}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    other = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager"
+    )
+    ids = np.random.default_rng(seed).integers(0, 50, (1, 130))
+    theirs = other(input_ids=torch.tensor(ids)).logits
+    torch.log_softmax(theirs, dim=-1).mean().backward()
+    model = hf.read_config(tmp_path)
+    compute = FLOAT32._replace(model=model)
+
+    def mean(params: Params) -> tuple[jax.Array, jax.Array]:
+        rows = prompt_rows(np.ones(ids.shape, bool))
+        hidden, _ = forward(params, compute, ids, np.arange(130)[None], rows)
+        logits = hidden @ lm_head(params).T
+        return jax.nn.log_softmax(logits).mean(), logits
+
+    params = hf.load_params(tmp_path, model, ONE_DEVICE.mesh, np.float32)
+    (_, logits), grads = jax.jit(jax.value_and_grad(mean, has_aux=True))(params)
+    assert_same(logits, theirs.detach().numpy(), 1e-5)
+    expected = {name: x.grad.numpy() for name, x in other.named_parameters()}
+    ours = dict(hf.hf_tensors(grads, model))
+    assert ours.keys() == expected.keys()
+    for name, x in expected.items():
+        np.testing.assert_allclose(ours[name], x, rtol=0, atol=3e-5 * np.abs(x).max(), err_msg=name)
+
+
 # ---- One forward, every route --------------------------------------------------------------------
 
 
@@ -300,7 +365,7 @@ def test_init_follows_transformers_rule() -> None:
 
 def test_embeddings_of_gemma_are_multiplied_by_the_rounded_root_of_their_width() -> None:
     """In bfloat16 sqrt(1152) = 33.94 is 34, and 34 * 1.09375 is 37.25. 33.94 * 1.09375 is 37."""
-    model = dataclasses.replace(GEMMA, hidden_size=1152)
+    model = dataclasses.replace(GEMMA, embedding_multiplier=1152**0.5)
     compute, ids = BFLOAT16._replace(model=model), np.zeros((1, 1), np.int32)
     embed = np.full((4, 1152), 1.09375, np.float32)
     found = jax.jit(_embed, static_argnums=2)(embed, ids, compute)

@@ -27,6 +27,7 @@ transformers = pytest.importorskip("transformers")
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TARGETS = {"qwen2": ALL, "qwen3": ALL, "llama3": ("q_proj", "v_proj", "down_proj")}
 TARGETS |= {"gemma3": ALL, "gemma3_with_images": ALL}
+TARGETS |= {"mistral": ("q_proj", "o_proj"), "smollm3": ALL, "granite": ALL}
 OF_LINEAR = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 TARGETS["qwen3_5"] = (*ALL, *OF_LINEAR)
 INPUT, POSITION = IDS[:1], POSITIONS[:1]  # [1, 80], without padding

@@ -69,6 +69,8 @@ PUBLISHED = {
     "Qwen/Qwen3.5-27B": 26_895_998_464,
     "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
     "meta-llama/Llama-3.2-3B": 3_212_749_824,
+    "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
+    "HuggingFaceTB/SmolLM3-3B": 3_075_098_624,
     "google/gemma-3-270m-it": 268_098_176,
     "google/gemma-3-1b-pt": 999_885_952,
     "google/gemma-3-4b": 4_300_079_472 - 419_816_304,  # without the part that sees images

@@ -500,8 +500,8 @@ def micro_batch(plan: Plan, widths: Widths) -> MicroBatch:
 
 # ---- Well-known models ---------------------------------------------------------------------------
 
-# A model whose name ends with -Instruct, -Base, -it or -pt has the same sizes. `positions` is the
-# smallest number of all variants. F: width of the feed-forward.
+# A model whose name has -Instruct, -Base, -it or -pt at its end or before its version has the same
+# sizes. `positions` is the smallest number of all variants. F: width of the feed-forward.
 KNOWN_MODELS = {  # V, D, F, L, H, N, h, tied, positions
     "Qwen/Qwen2.5-0.5B": (151936, 896, 4864, 24, 14, 2, 64, True, 32768),
     "Qwen/Qwen2.5-1.5B": (151936, 1536, 8960, 28, 12, 2, 128, True, 32768),
@@ -519,12 +519,14 @@ KNOWN_MODELS = {  # V, D, F, L, H, N, h, tied, positions
     "Qwen/Qwen3.5-27B": (248320, 5120, 17408, 64, 24, 4, 256, False, 262144),
     "meta-llama/Llama-3.2-1B": (128256, 2048, 8192, 16, 32, 8, 64, True, 131072),
     "meta-llama/Llama-3.2-3B": (128256, 3072, 8192, 28, 24, 8, 128, True, 131072),
+    "mistralai/Mistral-7B-v0.3": (32768, 4096, 14336, 32, 32, 8, 128, False, 32768),
+    "HuggingFaceTB/SmolLM3-3B": (128256, 2048, 11008, 36, 16, 4, 128, True, 65536),
     "google/gemma-3-270m": (262144, 640, 2048, 18, 4, 1, 256, True, 32768),
     "google/gemma-3-1b": (262144, 1152, 6912, 26, 4, 1, 256, True, 32768),
     "google/gemma-3-4b": (262208, 2560, 10240, 34, 8, 4, 256, True, 131072),
 }
 VALUE_HEADS = {"0.8B": 16, "2B": 16, "4B": 32, "9B": 32, "27B": 48}  # of Qwen3.5
-ENDINGS = re.compile("-(Instruct|Base|it|pt)$")
+ENDINGS = re.compile("-(Instruct|Base|it|pt)(?=$|-v)")
 
 
 def known_config(path: str, revision: str = "") -> ModelConfig:
@@ -542,7 +544,7 @@ def known_config(path: str, revision: str = "") -> ModelConfig:
         qwen35 = Qwen35(3, 16, VALUE_HEADS[name.rpartition("-")[2]], 128, 128, 4, 64)
     if "gemma-3" in name:
         window, local = 1024 if "4b" in name else 512, tuple((i + 1) % 6 > 0 for i in range(L))
-        gemma3 = Gemma3(h, 1.0, 1e4, window, local)
+        gemma3 = Gemma3(1.0, 1e4, window, local)
     return ModelConfig(
         vocab_size=V,
         hidden_size=D,
@@ -558,6 +560,7 @@ def known_config(path: str, revision: str = "") -> ModelConfig:
         qkv_bias="Qwen2" in name,
         qk_norm="Qwen3" in name or gemma3 is not None,
         max_positions=positions,
+        nope_layers=tuple((i + 1) % 4 == 0 for i in range(L)) if "SmolLM3" in name else (),
         gemma3=gemma3,
         qwen35=qwen35,
     )

@@ -192,7 +192,7 @@ def _embed(embed: jax.Array, ids: jax.Array, compute: Compute) -> jax.Array:
     layout = compute.layout
     x = embed[constrain(ids, layout, "dp")].astype(compute.dtype)  # [X, t, D]
     x = constrain(constrain(x, layout, "dp", None, "fsdp"), layout, TRAIN_BATCH_AXES)
-    # For Gemma 3 bfloat16 makes 34 of sqrt(1152) = 33.94, as when it was trained.
+    # bfloat16 makes 34 of Gemma's sqrt(1152) = 33.94, as when it was trained.
     x = x * jnp.asarray(compute.model.embedding_multiplier, x.dtype)
     return x.reshape(ids.size, -1)
 

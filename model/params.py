@@ -82,7 +82,7 @@ class ModelConfig:
     embedding_multiplier: float = 1.0  # of embeddings; in Gemma 3 sqrt(D)
     query_multiplier: float = 1.0  # of queries, beside the 1 / sqrt(h) of attention
     residual_multiplier: float = 1.0  # of what attention and feed-forward add to their input
-    logits_divisor: float = 1.0
+    logits_divisor: float = 1.0  # Granite's logits_scaling
     nope_layers: tuple[bool, ...] = ()  # [L], True without rotary angles; (): all have them
     gemma3: Gemma3 | None = None  # None: the model is of another family
     qwen35: Qwen35 | None = None  # None: the model is of another family

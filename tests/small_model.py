@@ -343,7 +343,7 @@ FAMILIES = {
         sliding_window_pattern=2,
         tie_word_embeddings=True,
     ),
-    "mistral": family("mistral", "Mistral", head_dim=12, rope_theta=150.0, sliding_window=None),
+    "mistral": family("mistral", "Mistral", rope_theta=150.0, sliding_window=None),
     # Its second layer has no rotary angles.
     "smollm3": family(
         "smollm3",

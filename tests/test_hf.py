@@ -82,7 +82,7 @@ def test_config_by_hand(tmp_path: Path) -> None:
         "qwen3": dict(rope_theta=200.0, head_dim=12, qk_norm=True),
         "llama3": dict(rope_theta=100.0, rope_llama3=(8.0, 1.0, 4.0, 32)),
         "gemma3": of_gemma | dict(head_dim=12, qk_norm=True, tied=True),
-        "mistral": dict(rope_theta=150.0, head_dim=12),
+        "mistral": dict(rope_theta=150.0),
         "smollm3": dict(rope_theta=250.0, tied=True, nope_layers=(False, True)),
         "granite": multipliers | dict(rope_theta=350.0),
         "qwen3_5": dict(rope_theta=400.0, head_dim=12, qk_norm=True, qwen35=qwen35),

@@ -33,7 +33,15 @@ from model import hf
 from model.attention import Cache, PackedRows, map_kv, prompt_rows
 from model.blocks import block_attention
 from model.layout import ROLLOUT_BATCH_AXES, TRAIN_BATCH_AXES, Layout, make_mesh, shard_batch
-from model.network import Compute, _embed, forward, forward_token, split_prefix
+from model.network import (
+    Compute,
+    LayerWeights,
+    _after_attention,
+    _embed,
+    forward,
+    forward_token,
+    split_prefix,
+)
 from model.params import (
     Gemma3,
     Params,
@@ -44,8 +52,8 @@ from model.params import (
     param_table,
 )
 
-# Everything at once: biases, head norms, scaled rotary angles, an lm_head beside the embedding, and
-# h != D/H.
+# Everything at once: biases, head norms, scaled rotary angles in the first layer and none in the
+# second, an lm_head beside the embedding, multipliers, and h != D/H.
 MODEL = dataclasses.replace(
     small_model.MODEL,
     vocab_size=32,
@@ -56,11 +64,16 @@ MODEL = dataclasses.replace(
     tied=False,
     qkv_bias=True,
     qk_norm=True,
+    embedding_multiplier=1.5,
+    query_multiplier=0.8,
+    residual_multiplier=0.6,
+    logits_divisor=1.25,
+    nope_layers=(False, True),
 )
 # Sequences have up to 12 tokens, and tokens of local layers see four.
 GEMMA = dataclasses.replace(MODEL, num_layers=3, rope_llama3=None, tied=True, qkv_bias=False)
 GEMMA = dataclasses.replace(GEMMA, gemma3=Gemma3(8.0, 30.0, 4, (True, False, True)))
-GEMMA = dataclasses.replace(GEMMA, embedding_multiplier=4.0, query_multiplier=(8 / 20) ** 0.5)
+GEMMA = dataclasses.replace(GEMMA, nope_layers=(), residual_multiplier=1.0, logits_divisor=1.0)
 ONE_DEVICE = small_model.train_layout(1, 1, 1)
 FLOAT32 = Compute(MODEL, jnp.dtype("float32"), ONE_DEVICE)
 GEMMA_FLOAT32 = FLOAT32._replace(model=GEMMA)
@@ -361,6 +374,16 @@ def test_init_follows_transformers_rule() -> None:
     assert float(abs(params.embed - params.lm_head).max()) > 0.02
     params = jax.jit(init_params, static_argnums=0)(GEMMA, jax.random.key(0))
     assert (params.layers.mlp_post_norm == 0).all()  # 1 is added when it multiplies
+
+
+def test_bfloat16_does_not_round_the_multiplier_of_what_a_layer_adds() -> None:
+    """0.22 * 1008 = 221.76 is rounded to 222. With 0.2197, the 0.22 of bfloat16, it would be 221."""
+    model = dataclasses.replace(MODEL, residual_multiplier=0.22)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], jnp.bfloat16), PARAMS.layers)
+    w = LayerWeights(dataclasses.replace(zeros, wo=zeros.wo.at[0, 0].set(1)), None)
+    out = jnp.full((1, 1, 32), 1008, jnp.bfloat16)
+    x = _after_attention(jnp.zeros((1, 16), jnp.bfloat16), out, w, BFLOAT16._replace(model=model))
+    assert x[0, 0] == 222
 
 
 def test_embeddings_of_gemma_are_multiplied_by_the_rounded_root_of_their_width() -> None:

@@ -447,9 +447,11 @@ def checked_chats(chats: list[list[Message]], chat_format: ChatFormat) -> list[l
         # JSON and the bytes of a shell can hold half a character.
         with reading(f"a question or SYSTEM_PROMPT is not Unicode: {text!r:.80}"):
             text.encode()
-    if has_system_role(chat_format):
-        return chats
-    return [with_system_in_question(chat) for chat in chats]
+    systems = {chat[0]["content"] for chat in chats if chat[0]["role"] == "system"}
+    changed = {content for content in systems if not writes_system_message(chat_format, content)}
+    return [
+        with_system_in_question(chat) if chat[0]["content"] in changed else chat for chat in chats
+    ]
 
 
 def tokenize(texts: list[str], chat_format: ChatFormat, vocab_size: float) -> list[list[int]]:
@@ -463,12 +465,13 @@ def tokenize(texts: list[str], chat_format: ChatFormat, vocab_size: float) -> li
     return ids
 
 
-def has_system_role(chat_format: ChatFormat) -> bool:
-    """Returns whether the chat template writes a system message. Some templates drop it, and others
-    raise an error."""
-    chat = [{"role": "system", "content": SENTINEL}, {"role": "user", "content": "A question."}]
+def writes_system_message(chat_format: ChatFormat, content: str = "") -> bool:
+    """Returns whether the chat template writes a system message as it is. Some templates drop it,
+    others raise an error, and that of SmolLM3 makes <> of </think>."""
+    content = f"{SENTINEL} {content}".strip()
+    chat = [{"role": "system", "content": content}, {"role": "user", "content": "A question."}]
     try:
-        return SENTINEL in chat_format.render([chat])[0]
+        return content in chat_format.render([chat])[0]
     except UserMistake:
         return False
 

@@ -364,9 +364,12 @@ def check_chat_format(cfg: Config, chat_format: data.ChatFormat) -> None:
         raise UserMistake(
             f"MODEL_PATH (or CHAT_TEMPLATE): {why}; set CHAT_TEMPLATE to one for texts"
         )
-    if not data.has_system_role(chat_format):
-        why = "the chat template has no system role"
-        print(f"note: {why}; SYSTEM_PROMPT stands in front of each question", flush=True)
+    system = question[0]["content"] if question[0]["role"] == "system" else ""
+    if not data.writes_system_message(chat_format, system):
+        has_role = data.writes_system_message(chat_format)
+        why = "changes the system message" if has_role else "has no system role"
+        place = "SYSTEM_PROMPT stands in front of each question"
+        print(f"note: the chat template {why}; {place}", flush=True)
     thinks = chat_format.kwargs.get("enable_thinking") is not False and cfg.loss_type != "sft"
     if "enable_thinking" in arguments and thinks and cfg.max_length_sample < LONG_THOUGHT:
         cut = f"MAX_LENGTH_SAMPLE={cfg.max_length_sample} will mostly cut its completions"

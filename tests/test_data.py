@@ -572,6 +572,8 @@ TEMPLATES = [  # a template, the tools, and the prompt of "2+2?" with the system
     (NO_SYSTEM, [], "Think.\n\n2+2?>"),
     ("{{ messages[-1].content }}>", [], "Think.\n\n2+2?>"),
     ("Be good. {{ messages[-1].content }}>", [], "Be good. Think.\n\n2+2?>"),
+    # SmolLM3's takes switches such as /think out of a system message.
+    ("{{ messages[0].content.replace('ink', '') if messages[1] }}" + USER, [], "Think.\n\n2+2?>"),
     # Of named templates tools get the one for tools. Llama's asks whether there are any.
     (NAMED, [], "plain Think."),
     (NAMED, [TOOL], "1 tools"),

@@ -138,7 +138,7 @@ def test_an_error_of_a_library_is_one_line_with_what_it_reads_and_its_words() ->
         (hf, "_tensor_shapes"),
         (hf, "read_text"),
         (data, "read_question_and_answer"),
-        (data, "has_system_role"),
+        (data, "writes_system_message"),
     ],
 )
 def test_an_error_of_our_own_code_keeps_its_traceback(monkeypatch, module, name) -> None:

@@ -377,7 +377,7 @@ def test_init_follows_transformers_rule() -> None:
 
 
 def test_bfloat16_does_not_round_the_multiplier_of_what_a_layer_adds() -> None:
-    """0.22 * 1008 = 221.76 is rounded to 222. With 0.2197, the 0.22 of bfloat16, it would be 221."""
+    """0.22 * 1008 = 221.76 is rounded to 222. With the 0.2197 of bfloat16 it would be 221."""
     model = dataclasses.replace(MODEL, residual_multiplier=0.22)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], jnp.bfloat16), PARAMS.layers)
     w = LayerWeights(dataclasses.replace(zeros, wo=zeros.wo.at[0, 0].set(1)), None)

@@ -99,6 +99,7 @@ class ModelConfig:
         layers are alike."""
         return self.gemma3.local_layers if self.gemma3 else self.nope_layers
 
+
 @flax.struct.dataclass
 class Layers:
     """The weights of all layers, stacked along a first dimension L, or the weights of one layer. An

@@ -221,10 +221,10 @@ def update_flops(model: ModelConfig, prompts: np.ndarray, completions: np.ndarra
 def linear_attention_flops(model: ModelConfig) -> float:
     """The FLOPs of the delta rule for a token in forward, in all layers."""
     assert (sizes := model.qwen35), "other families have no linear layers"
-    # Of a key head keys and queries times the keys of the chunk. Of a value head the triangular
-    # system, the product with the corrections, and three with the state.
-    of_key_head = 4 * CHUNK * sizes.key_dim
-    of_value_head = CHUNK * (sizes.key_dim + 3 * sizes.value_dim)
-    of_value_head += 6 * sizes.key_dim * sizes.value_dim
+    dk, dv = sizes.key_dim, sizes.value_dim
+    # The products of keys and queries with the keys of the chunk.
+    of_key_head = 4 * CHUNK * dk
+    # The triangular system, the product with the corrections, and three with the state.
+    of_value_head = CHUNK * (dk + dv) + 2 * CHUNK * dv + 6 * dk * dv
     of_layer = sizes.key_heads * of_key_head + sizes.value_heads * of_value_head
     return (model.num_layers - model.num_groups) * of_layer

@@ -465,6 +465,21 @@ def tokenize(texts: list[str], chat_format: ChatFormat, vocab_size: float) -> li
     return ids
 
 
+def unread_fields(chats: list[list[Message]], chat_format: ChatFormat) -> set[tuple[str, str]]:
+    """Returns the (role, field) pairs of messages that do not change what the template writes. The
+    last message with the field decides, because templates drop the thoughts of earlier ones."""
+    last, unread = {}, set()
+    for chat in chats:
+        for i, message in enumerate(chat):
+            last |= {(message["role"], field): (chat, i) for field in message if message[field]}
+    for (role, field), (chat, i) in last.items():
+        other = [*chat[:i], chat[i] | {field: SENTINEL}, *chat[i + 1 :]]
+        with contextlib.suppress(UserMistake):  # if the template fails, it reads it
+            if field != "role" and len({*chat_format.render([chat, other], False)}) == 1:
+                unread.add((role, field))
+    return unread
+
+
 def writes_system_message(chat_format: ChatFormat, content: str = "") -> bool:
     """Returns whether the chat template writes a system message as it is. Some templates drop it,
     others raise an error, and that of SmolLM3 makes <> of </think>."""

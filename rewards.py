@@ -33,6 +33,8 @@ _MAX_NUMBER = 300  # the characters of the longest number that parse_number read
 _WINDOW = 4096  # characters up to the last digit that parse_number reads
 _AROUND = 64  # characters on either side of a number in which _PART is searched
 
+# Full-width characters, as texts in Chinese have them: １２ and Ｂ.
+_WIDE = {code: code - 0xFEE0 for code in range(ord("－"), ord("ｚ") + 1)}
 # Minus sign, en dash, spaces that keep a number and its unit in one line, ’, and ½ as \frac12.
 _FRACTIONS = "¼½¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
 _PLAIN = str.maketrans(
@@ -109,7 +111,7 @@ def parse_number(text: str) -> Fraction | None:
     text without a number, for a zero denominator, for numbers of absurd length, and for a last
     number that is in doubt, such as 100,00, or a part of something larger, such as 10^3 and 2\pi.
     """
-    text = text.strip()
+    text = text.strip().translate(_WIDE)
     last = max(map(text.rfind, "0123456789" + _FRACTIONS))
     text = text[max(0, last - _WINDOW) : last + _AROUND].translate(_PLAIN)
     for pattern, plain in _SPELLINGS:
@@ -199,7 +201,7 @@ def reward_correct(completions: list[str], answer: list[str], **columns: list) -
 
 def exact_match(completions: list[str], answer: list[str], **columns: list) -> Rewards:
     """Gives 1.0 to a completion whose marked answer is the right answer, else 0.0. It is for words:
-    case, white space and a final dot do not count."""
+    case, width (Ｂ), white space and a final dot do not count."""
     rewards: Rewards = []
     for completion, right in zip(completions, answer, strict=True):
         expected = _folded(right)
@@ -210,7 +212,8 @@ def exact_match(completions: list[str], answer: list[str], **columns: list) -> R
 
 def _folded(answer: str | None) -> str | None:
     """Returns the answer without what exact_match ignores; None for a blank one."""
-    return "".join((answer or "").split()).removesuffix(".").casefold() or None
+    text = normalize("NFC", answer or "").translate(_WIDE)
+    return "".join(text.split()).removesuffix(".").casefold() or None
 
 
 # The answers that maj@n counts; for the functions of a file see load_reward_function.

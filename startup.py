@@ -364,6 +364,11 @@ def check_chat_format(cfg: Config, chat_format: data.ChatFormat) -> None:
         raise UserMistake(
             f"MODEL_PATH (or CHAT_TEMPLATE): {why}; set CHAT_TEMPLATE to one for texts"
         )
+    tokenizer = chat_format.tokenizer
+    bos = tokenizer.decode(tokenizer("")["input_ids"][:1])
+    if bos == tokenizer.bos_token and not text.startswith(bos):
+        why = f"the tokenizer puts {bos} in front of a text, and the chat template does not"
+        print(f"note: {why}; begin it with {{{{ bos_token }}}}", flush=True)
     system = question[0]["content"] if question[0]["role"] == "system" else ""
     if not data.writes_system_message(chat_format, system):
         has_role = data.writes_system_message(chat_format)
@@ -386,8 +391,9 @@ def load_split(cfg: Config, split: str) -> list[dict[str, Any]]:
     examples = data.load_examples(
         cfg.dataset, cfg.dataset_config, split, cfg.question_column, answer, completion
     )
-    if cfg.loss_type == "sft" and "tools" in examples[0]:
-        print(f"note: the {split} prompts show no tools; the column 'tools' is ignored", flush=True)
+    for name in ("tools", "chat_template_kwargs"):
+        if any(example.get(name) for example in examples):
+            print(f"note: the {split} prompts are written without column {name!r}", flush=True)
     return examples
 
 
@@ -405,6 +411,7 @@ def prompts_of_split(
         print(f"note: {count} of {len(examples)} {split} prompts {why}", flush=True)
     build = build_demonstrations if cfg.loss_type == "sft" else data.build_prompts
     prompts = build(examples, chat_format, model.vocab_size)
+    check_messages(examples, chat_format, split)
     prompts = data.drop_long_prompts(prompts, cfg.max_prompt_length, split)
     if cfg.loss_type == "sft":
         prompts = data.drop_long_prompts(prompts, cfg.max_length_sample, split, "completion")
@@ -414,6 +421,23 @@ def prompts_of_split(
                 way = "lower MAX_LENGTH_SAMPLE or set MAX_PROMPT_LENGTH"
                 raise UserMistake(f"{longer} {model.max_positions} positions; {way}")
     return prompts
+
+
+def check_messages(examples: list[data.Example], chat_format: data.ChatFormat, split: str) -> None:
+    """Prints which fields of messages the chat template leaves out, and how many questions have
+    special tokens. Raises UserMistake if it leaves out a role's texts or calls of tools."""
+    chats = [chat_format.messages_of(e) + [*e.get("completions", ([],))[0]] for e in examples]
+    chats = data.checked_chats(chats, chat_format)
+    for role, field in sorted(data.unread_fields(chats, chat_format)):
+        text = f"the chat template leaves out {field!r} of {role!r} messages of the {split} split"
+        if field in ("content", "tool_calls"):
+            raise UserMistake(f"{text}; set CHAT_TEMPLATE to one that writes it")
+        print(f"note: {text}", flush=True)
+    special = [x.content for x in chat_format.tokenizer.added_tokens_decoder.values() if x.special]
+    questions = [example["question"] for example in examples if "question" in example]
+    if count := sum(any(token in text for token in special) for text in questions):
+        why = "contain special tokens; questions must not be rendered by a chat template already"
+        print(f"note: {count} of {len(questions)} {split} questions {why}", flush=True)
 
 
 def raise_if_no_number(dataset: str, split: str, answers: list[str]) -> None:
@@ -670,7 +694,13 @@ def export(run: Run, out: Path, params: Params) -> None:
         else:
             merged = lora.merge_adapters(params, model.lora)[0] if model.lora else params
             hf.save_model(
-                folder, merged, model, run.folder, dtype=dtype, chat_template=chat_template
+                folder,
+                merged,
+                model,
+                run.folder,
+                dtype=dtype,
+                stop_ids=run.rollout.stopping.stop_ids,
+                chat_template=chat_template,
             )
     except OSError as error:
         raise Unwritable(f"EXPORT_HF={folder} cannot be written: {error}") from None

@@ -6,8 +6,8 @@ policy to the teacher (https://thinkingmachines.ai/blog/on-policy-distillation).
 
 Both log-probabilities are at TEMPERATURE, and of a softmax over the same tokens: the support from
 which the token was drawn (TOP_K, TOP_P, MIN_P), or else the vocabulary. Sizes of a family may have
-different numbers of rows beyond the tokenizer's tokens. These rows are padding, which is never
-drawn; a teacher's additional ones are not read.
+different numbers of rows beyond the tokenizer's tokens. These rows are padding, which is hardly
+ever drawn; a teacher's additional ones are not read.
 """
 
 import contextlib

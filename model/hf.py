@@ -8,7 +8,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from model.params import (
     trainable_params,
 )
 
-MODEL_FILES = ["*.json", "*.safetensors", "*.jinja"]  # of a model, on the hub
+MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]  # of a model, on the hub
 SECOND_COPY = "consolidated*"  # Mistral's files of the same weights under other names
 LARGEST_FILE = "5GB"  # of an exported model's weights
 WEIGHTS, ADAPTERS = "model.safetensors", "adapter_model.safetensors"
@@ -47,7 +47,7 @@ EXPORTED = "exported_from.json"  # marks an exported model, which a later export
 # In files of a model that also sees images the names of text tensors, of which the second part is
 # left out, and the prefixes of tensors that are not read: of images, and of Qwen3.5's prediction of
 # several tokens at once.
-OF_TEXT, MTP = re.compile(r"^(model\.)?language_model\."), "mtp."
+OF_TEXT, MTP = re.compile(r"^(base_model\.model\.)?(model\.)?language_model\."), "mtp."
 NOT_READ = ("vision_tower.", "multi_modal_projector.", "model.visual.", MTP)
 # model_type of a model that also sees images -> the architecture of its text part alone
 TEXT_PARTS = {"gemma3": "Gemma3ForCausalLM", "qwen3_5": "Qwen3_5ForCausalLM"}
@@ -103,7 +103,7 @@ def check_weights(folder: Path, model: ModelConfig, num_tokens: int) -> None:
             f"vocab_size={model.vocab_size}; they are of two models"
         )
     tensors = open_tensors(folder, param_table(model))  # for its mistakes
-    if mtp := sum(name.startswith(MTP) for name in _open_files(folder, WEIGHTS)):
+    if mtp := sum(name.startswith(MTP) for name in open_files(folder, WEIGHTS)):
         why = f"its {mtp} tensors {MTP}*, which predict several tokens, are not trained or exported"
         print(f"note: MODEL_PATH={folder}: {why}", flush=True)
     if model.tied and (head := tensors.get("lm_head.weight")):
@@ -344,6 +344,7 @@ def save_model(
     source: Path,
     *,
     dtype: DTypeLike,
+    stop_ids: Sequence[int],
     chat_template: str = "",
 ) -> None:
     """Writes the weights as a Hugging Face folder that transformers opens; tied heads stay tied.
@@ -352,6 +353,7 @@ def save_model(
     folder.
     source: the folder of the model that was trained, whose config and tokenizer are copied.
     dtype: of the written weights, float32 or bfloat16.
+    stop_ids: the tokens that end a completion, for generation_config.json.
     chat_template: replaces the tokenizer's template; "" keeps the tokenizer's.
     Raises OSError.
     """
@@ -382,12 +384,16 @@ def save_model(
     for path in source.iterdir():
         # The source may itself be an export, which names the model that it comes from.
         is_written = path.name in ("config.json", EXPORTED) or "safetensors" in path.name
-        if path.suffix in (".json", ".jinja", ".txt") and not is_written:
+        if path.suffix in (".json", ".jinja", ".txt", ".model") and not is_written:
             shutil.copyfile(path, folder / path.name)
     if chat_template:
         (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
     elif (source / TEMPLATES).is_dir():
         shutil.copytree(source / TEMPLATES, folder / TEMPLATES)
+    generation = source / "generation_config.json"
+    values = read_json(generation) if generation.is_file() else {}
+    values["eos_token_id"] = [*stop_ids]  # a base model may name the end of a text alone
+    (folder / generation.name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     values = _of_text(read_json(source / "config.json"))
     values["torch_dtype" if "torch_dtype" in values else "dtype"] = dtype.name
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
@@ -441,15 +447,16 @@ def _tensor_shapes(table: Params) -> dict[str, list[int]]:
 def open_tensors(folder: Path, table: Params) -> dict[str, Any]:
     """The tensors of a folder by name, of which nothing is read yet. Raises UserMistake for tensors
     that are not those of the table."""
-    in_files = _open_files(folder, ADAPTERS if table.embed is None else WEIGHTS)
+    in_files = open_files(folder, ADAPTERS if table.embed is None else WEIGHTS)
     are_read = [name for name in in_files if not name.startswith(NOT_READ)]
-    tensors = {OF_TEXT.sub(r"\1", name): in_files[name] for name in are_read}
+    expected = _tensor_shapes(table)
+    shorter = {name: name if name in expected else OF_TEXT.sub(r"\1\2", name) for name in are_read}
+    tensors = {shorter[name]: in_files[name] for name in are_read}
     known = {"F64", "F32", "F16", "BF16", "I64", "BOOL"}  # the last two are of buffers
     if others := {tensor.get_dtype() for tensor in tensors.values()} - known:
         formats = ", ".join(sorted(others))
         text = f"weights in {formats} format are not read; use unquantized ones"
         raise UserMistake(f"MODEL_PATH={folder}: {text}")
-    expected = _tensor_shapes(table)
     unknown = tensors.keys() - expected.keys()
     # Tied checkpoints may repeat the embedding, and old checkpoints store the rotary frequencies.
     unknown -= {x for x in unknown if x == "lm_head.weight" or x.endswith("rotary_emb.inv_freq")}
@@ -465,7 +472,7 @@ def open_tensors(folder: Path, table: Params) -> dict[str, Any]:
     return tensors
 
 
-def _open_files(folder: Path, file: str) -> dict[str, Any]:
+def open_files(folder: Path, file: str) -> dict[str, Any]:
     """The tensors of ADAPTERS or WEIGHTS of a folder, by their names there."""
     index = folder / f"{file}.index.json"  # adapters have none
     shards = {file}  # it is preferred, as in transformers: an index beside it may be an old one
@@ -523,7 +530,8 @@ def read_stop_ids(folder: Path, tokenizer: Any, vocab_size: float = math.inf) ->
     eos = [tokenizer.eos_token_id]  # ids, lists of ids and None
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
-            eos.append(read_json(folder / name).get("eos_token_id"))
+            values = read_json(folder / name)
+            eos += [part.get("eos_token_id") for part in (values, _of_text(values))]
     stops = {i for ids in eos for i in (ids if isinstance(ids, list) else [ids])} - {None}
     stops = {i for i in stops if i < vocab_size}  # the model draws no others
     if not stops:

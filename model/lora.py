@@ -39,7 +39,7 @@ BEYOND = """bias use_dora use_rslora lora_bias fan_in_fan_out rank_pattern alpha
     alora_invocation_tokens""".split()
 # Other values of init_lora_weights change the base.
 KEEP_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
-NEEDED = dict(base_model_name_or_path=str, r=int, lora_alpha=int | float, target_modules=list)
+NEEDED = dict(base_model_name_or_path=str, r=int, lora_alpha=int | float, target_modules=list | str)
 
 
 # ---- Which matrices get adapters -----------------------------------------------------------------
@@ -89,8 +89,11 @@ def read_lora(cfg: "Config", model: ModelConfig, adapters: Path | None) -> Lora 
 def _lora_of_folder(cfg: "Config", adapters: Path) -> Lora:
     """Raises UserMistake for settings that contradict the folder."""
     values = _read_config(adapters)
+    targets = values["target_modules"]
+    if isinstance(targets, str):  # a regular expression, such as unsloth's
+        targets = [name.rpartition(".lora_")[0] for name in hf.open_files(adapters, hf.ADAPTERS)]
     # Some are full paths; the tensors tell whether every layer has such an adapter.
-    targets = sorted({str(name).rpartition(".")[2] for name in values["target_modules"]})
+    targets = sorted({str(name).rpartition(".")[2] for name in targets})
     lora = Lora(values["r"], float(values["lora_alpha"]), tuple(targets))
     theirs = {"rank": lora.rank, "alpha": lora.alpha, "targets": ",".join(targets)}
     for name, value in theirs.items():

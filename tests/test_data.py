@@ -27,7 +27,7 @@ from data import (
 from infra.mistakes import UserMistake
 from model import hf
 from rewards import reward_correct
-from startup import check_chat_format
+from startup import check_chat_format, check_messages
 
 ROOT = Path(__file__).parent.parent
 
@@ -634,6 +634,66 @@ def test_a_template_that_writes_the_bos_token_as_gemma_s_does_gives_it_once() ->
     (prompt,) = build_prompts(EXAMPLES[2:], format_of(tokenizer, "Think first."))
     assert tokenizer.decode(prompt.ids) == "<|im_start|>user\nThink first.\n\n2+2?\nmodel\n"
     assert prompt.ids.count(1) == 1
+
+
+def test_a_template_without_the_bos_token_that_the_tokenizer_adds_gets_a_note(capsys) -> None:
+    tokenizer = hf.load_tokenizer(ROOT / "tiny")
+    tokenizer.bos_token = bos = "<|endoftext|>"
+    check_chat_format(Config(), ChatFormat(tokenizer, []))
+    assert capsys.readouterr().out == "", "this tokenizer does not add it"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, 0)]
+    )
+    check_chat_format(Config(), ChatFormat(tokenizer, []))
+    note = "note: the tokenizer puts <|endoftext|> in front of a text, and the chat template does"
+    assert capsys.readouterr().out == f"{note} not; begin it with {{{{ bos_token }}}}\n"
+    tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
+    check_chat_format(Config(), ChatFormat(tokenizer, []))
+    assert capsys.readouterr().out == ""
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+BY_ROLE = (
+    "{% for m in messages if m.role in ('system', 'user', 'assistant') %}{{ m.role }}: "
+    "{{ m.content | trim }}\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "template, messages, line",
+    [
+        # vLLM names the thoughts of a model `reasoning`, and templates read `reasoning_content`.
+        ("qwen3", {"reasoning_content": "2 and 2", "name": ""}, ""),
+        (BY_ROLE, {"reasoning": "4", "loss": 1}, "loss reasoning"),
+        ("qwen3", {"tool_calls": [CALL]}, ""),
+        (BY_ROLE, {"tool_calls": [CALL]}, "'tool_calls' of 'assistant' messages"),
+        ("qwen3", {"role": "developer"}, ""),
+        (BY_ROLE, {"role": "developer"}, "'content' of 'developer' messages"),
+    ],
+)
+def test_what_the_chat_template_leaves_out_of_messages_is_named_or_refused(
+    template: str, messages: dict, line: str, capsys: pytest.CaptureFixture
+) -> None:
+    tokenizer = hf.load_tokenizer(ROOT / "tiny")
+    page = (ROOT / "docs" / "qwen3_turns.jinja").read_text()
+    tokenizer.chat_template = page if template == "qwen3" else template
+    question, answer = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": " 4"}
+    example = {"prompts": [question], "completions": ([answer | messages], "a place")}
+    chat_format = ChatFormat(tokenizer, [])
+    if " of " in line:
+        refused(lambda: check_messages([example], chat_format, "train"), "leaves out " + line)
+        return
+    check_messages([example, {"question": "2+2?"}], chat_format, "train")
+    note = "note: the chat template leaves out '{}' of 'assistant' messages of the train split\n"
+    assert capsys.readouterr().out == "".join(note.format(field) for field in line.split())
+
+
+def test_questions_that_a_chat_template_has_written_already_are_counted(capsys) -> None:
+    chat_format = ChatFormat(hf.load_tokenizer(ROOT / "tiny"), [])
+    rendered = chat_format.render([[{"role": "user", "content": "2+2?"}]])[0]
+    check_messages([{"question": rendered}, EXAMPLES[0]], chat_format, "test")
+    note = "note: 1 of 2 test questions contain special tokens; questions must"
+    assert capsys.readouterr().out == f"{note} not be rendered by a chat template already\n"
 
 
 @pytest.mark.parametrize("system, question", [("How \udcff many?", "2+2?"), ("Think.", "\ud800")])

@@ -409,6 +409,8 @@ IM_END = "<|im_end|>"  # the token 2
         (0, 5, IM_END, 558, (0, 2, 5)),
         ([9, 0, 2], None, IM_END, 558, (0, 2, 9)),
         ([9], [5, 9], None, 558, (5, 9)),
+        # Qwen3.5 on the hub names it in the part of its language model alone.
+        (None, {"text_config": 0}, IM_END, 558, (0, 2)),
         # The model draws no token without a row. The first stop token fills the padding.
         (None, [7, 5], IM_END, 7, (2, 5)),
         (None, [7, 5], None, 5, None),
@@ -420,7 +422,11 @@ def test_stop_ids_are_those_of_all_files_that_have_a_row(
 ) -> None:
     tokenizer = hf.load_tokenizer(TINY)
     tokenizer.eos_token = eos
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": config}))
+    values = {"eos_token_id": config}
+    if isinstance(config, dict):
+        text = {"eos_token_id": config["text_config"], "model_type": "qwen3_5_text"}
+        values = {"model_type": "qwen3_5", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(values))
     if generation is not None:
         values = {"eos_token_id": generation}
         (tmp_path / "generation_config.json").write_text(json.dumps(values))
@@ -479,7 +485,7 @@ def exported(source: Path, target: Path, mesh_shape: str = "1,8,1", **how: objec
     shardings = param_shardings(model, mesh(mesh_shape))
     for x, sharding in zip(jax.tree.leaves(params), jax.tree.leaves(shardings), strict=True):
         assert (x.dtype, x.sharding) == (np.float32, sharding)
-    hf.save_model(target, params, model, source, **{"dtype": "float32"} | how)
+    hf.save_model(target, params, model, source, **{"dtype": "float32", "stop_ids": [2]} | how)
     return target
 
 
@@ -505,9 +511,9 @@ def test_an_export_has_every_tensor_of_its_source_in_any_dtype_and_on_any_mesh(
     before = {name: x.astype(stored) for name, x in tensors(FAMILIES[family]).items()}
     write_config(source, FAMILIES[family])
     write_shards(source, before)
-    (source / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    (source / "generation_config.json").write_text('{"eos_token_id": 1, "temperature": 0.6}')
     monkeypatch.setattr(hf, "LARGEST_FILE", 20_000)
-    target = exported(source, tmp_path / "target", mesh_shape, dtype=dtype)
+    target = exported(source, tmp_path / "target", mesh_shape, dtype=dtype, stop_ids=(1, 2))
     after = tensors_of(target)
     assert before.keys() == after.keys(), "tied heads stay tied"
     for name, tensor in after.items():
@@ -518,7 +524,8 @@ def test_an_export_has_every_tensor_of_its_source_in_any_dtype_and_on_any_mesh(
     index = json.loads((target / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == after.keys() and len(set(index["weight_map"].values())) > 1
     assert json.loads((target / "config.json").read_text()) == FAMILIES[family] | {"dtype": dtype}
-    assert (target / "generation_config.json").read_text() == '{"eos_token_id": [1, 2]}'
+    generation = json.loads((target / "generation_config.json").read_text())
+    assert generation == {"eos_token_id": [1, 2], "temperature": 0.6}, "it stops as the policy did"
     assert len({file.stat().st_mode for file in target.iterdir()}) == 1, "all can be read alike"
 
 
@@ -542,9 +549,11 @@ def test_an_export_replaces_an_earlier_export_and_no_other_file_and_keeps_the_to
     (target / "notes.md").write_text("mine")
     (target / "config.json").write_text("{}")
     (target / "model-00001-of-00002.safetensors").write_text("of an earlier export")
-    exported(TINY, target, chat_template="{{ messages[0]['content'] }}!")
-    names = "chat_template.jinja config.json exported_from.json model.safetensors notes.md"
-    names += " tokenizer.json tokenizer_config.json"
+    source = copy_tiny(tmp_path / "source")
+    (source / "tokenizer.model").write_text("for converters to other formats")
+    exported(source, target, chat_template="{{ messages[0]['content'] }}!")
+    names = "chat_template.jinja config.json exported_from.json generation_config.json"
+    names += " model.safetensors notes.md tokenizer.json tokenizer.model tokenizer_config.json"
     assert sorted(file.name for file in target.iterdir()) == names.split()
     load(target)
     for tokenizer in (hf.load_tokenizer(target), AutoTokenizer.from_pretrained(target)):

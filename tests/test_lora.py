@@ -26,6 +26,7 @@ from small_model import (
     in_rows,
     train_layout,
     weights,
+    write_folder,
 )
 
 from config import Config
@@ -349,6 +350,29 @@ def test_a_folder_keeps_its_chat_template_and_the_revision_of_its_base(tmp_path:
         assert exported.endswith("{# mine #}")
     other = env | {"CHAT_TEMPLATE": str(REPO / "docs" / "chat_template.jinja")}
     assert set_up(Config.from_env(other)).rollout.tokenizer.chat_template == text
+
+
+def test_adapters_by_a_regular_expression_and_with_the_names_of_a_model_of_images_are_read(
+    tmp_path: Path,
+) -> None:
+    """As unsloth writes those of Qwen3.5, whose folders on the hub also see images."""
+    model = dataclasses.replace(
+        hf.read_config(write_folder(tmp_path, "qwen3_5")), lora=Lora(2, 4.0, ("q_proj", "up_proj"))
+    )
+    params, folder = init_params(model, jax.random.key(0)), tmp_path / "adapters"
+    lora.save_adapters(folder, params, model, model.lora, str(tmp_path), "", chat_template="")
+    before, text = load_file(folder / hf.ADAPTERS), "model.model.language_model.layers"
+    renamed = {name.replace("model.model.layers", text): x for name, x in before.items()}
+    assert renamed.keys().isdisjoint(before)
+    hf.save_tensors(renamed, folder / hf.ADAPTERS)
+    file = folder / "adapter_config.json"
+    expression = r"(?:.*?(?:language|text).*?(?:q_proj|up_proj).*?)"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"target_modules": expression}))
+    found = lora.read_lora(Config(), dataclasses.replace(model, lora=None), folder)
+    assert found == model.lora
+    read = lora.initial_adapters(folder, model, train_layout(1, 1, 1).mesh, seed=0)
+    for name, tensor in hf.hf_tensors(read, model):
+        np.testing.assert_array_equal(tensor, before[name])
 
 
 def test_a_rank_beside_a_folder_of_adapters_must_be_theirs(adapters: Path) -> None:

@@ -120,6 +120,8 @@ FORMS = {  # of MATH: a number that is written in another form; its value, or No
     "10 500": None,
     "1½": "3/2",
     "-½": "-1/2",
+    "１２００．５": "1200.5",
+    "－５": "-5",
     r"\sqrt{10 - 5}": None,
     "5√2": None,
     "2^{10}": None,
@@ -211,6 +213,9 @@ def test_exact_match_is_for_letters_and_words_and_gives_0_without_an_answer() ->
     assert rewards.exact_match(["Nothing.", form("B")], answer=[" .", ""]) == [None, None]
     words = [form("new  YORK."), form("New Orleans")]
     assert rewards.exact_match(words, answer=["New York"] * 2) == [1.0, 0.0]
+    assert rewards.exact_match([form("Ｂ"), form("②")], answer=["B", "2"]) == [1.0, 0.0]
+    accents = [form("Cafe\u0301"), form("Café"), form("Cafe")]  # the first has two characters for é
+    assert rewards.exact_match(accents, answer=["Café"] * 3) == [1.0, 1.0, 0.0]
     answers = [rewards.exact_match.extract_answer(text) for text in (*words, "B", r"\boxed{}")]
     assert answers == ["newyork", "neworleans", None, None]
 

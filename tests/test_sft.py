@@ -277,7 +277,7 @@ def test_columns_keep_their_names_and_a_held_out_answer_counts_as_one(
     file = tmp_path / "my.jsonl"
     answers = ["3", "4", "5", "3"] + ["3"] * 16  # the last two are held out
     answers[-1] = "6"
-    columns = {"place": "here", "completion": "none", "tools": []}
+    columns = {"place": "here", "completion": "none", "tools": ["a tool"]}
     lines = [json.dumps({"messages": chat(PENS, x)} | columns) + "\n" for x in answers]
     file.write_text("".join(lines))
     [example] = load_examples(str(file), "", "test", "messages", None, completion="")
@@ -289,7 +289,7 @@ def test_columns_keep_their_names_and_a_held_out_answer_counts_as_one(
     settings = {"DATASET": str(file), "COMPLETION_COLUMN": "", "EVAL_EVERY_STEPS": "1"}
     assert len(run_of(**settings).eval_prompts) == 1
     lines = capsys.readouterr().out
-    assert "note: the test prompts show no tools; the column 'tools' is ignored" in lines
+    assert "note: the test prompts are written without column 'tools'" in lines
     assert "left out 1 of 2 held-out questions" in lines
 
 

@@ -300,7 +300,7 @@ def test_a_base_that_is_shared_is_copied_layer_by_layer_except_on_tpus(model: Pa
         sizes, lora = derive_sizes(cfg, 1, 1), read_lora(cfg, known_config(str(model)), None)
         config = dataclasses.replace(known_config(str(model)), lora=lora)
         training, rollout, _ = plan_compute(cfg, config, sizes, 128, jax.devices()[:1])
-        made = plan.Plan(cfg, sizes, training, rollout, 1, 128, "", 0)
+        made = plan.Plan(cfg, sizes, training, rollout, 1, 128, "", 0, teacher=None)
         moved.append(work_of_phases(made, 128)["rollout"][1])
     assert moved[0] == pytest.approx(2.6 * moved[1])
 

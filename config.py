@@ -95,6 +95,9 @@ class Config:
     )
     lora_alpha: float = of_lora(32.0, "Adapters add LORA_ALPHA / LORA_RANK * x A B.", above=0)
     lora_targets: str = of_lora("", "Matrices with adapters, such as q_proj,v_proj; empty: all.")
+    lora_base_dtype: str = in_model(
+        "auto", "Matrices of LoRA's base; auto: in DTYPE; int8: in 8 bits.", choices="auto|int8"
+    )
 
     dataset: str = in_data("openai/gsm8k", "Hugging Face id, file, or folder of SPLIT.jsonl files.")
     dataset_config: str = in_data("", "Hub configuration; empty: main for GSM8K, else the default.")
@@ -412,6 +415,9 @@ def contradictions(cfg: Config) -> Iterator[str]:
         if cfg.replays() and getattr(cfg, name) == text:
             why = f"{name.upper()}={text} cannot replay the tokens that TOP_K, TOP_P, MIN_P leave"
             yield f"{why}; leave {name.upper()} out, or set SAMPLING_SUPPORT=full (a biased loss)"
+    if cfg.lora_base_dtype == "int8" and cfg.rollout_backend == "sglang_jax":
+        why = "has no weights for ROLLOUT_BACKEND=sglang_jax, which merges them with adapters"
+        yield f"LORA_BASE_DTYPE=int8 {why}; leave out one of them"
     if cfg.max_turns > 1 and not cfg.environment_class:
         yield f"MAX_TURNS={cfg.max_turns} needs an ENVIRONMENT_CLASS, which answers the policy"
     if cfg.environment_class and cfg.rollout_backend != "naive":

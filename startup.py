@@ -213,15 +213,18 @@ def lora_line(model: ModelConfig, rollout_compute: Compute) -> str:
     how much memory the rollout's copy takes. Empty without LoRA."""
     if model.lora is None:
         return ""
-    rank, alpha, targets = model.lora
+    rank, alpha, targets, is_int8 = model.lora
     base_params = placement.num_params(dataclasses.replace(model, lora=None))
     adapter_params = placement.num_params(model) - base_params
     mesh, itemsize = rollout_compute.layout.mesh, rollout_compute.dtype.itemsize
-    gib = base_params * itemsize / mesh.shape["fsdp"] / mesh.shape["tp"] / 2**30
+    base_bytes = placement.params_bytes(model, itemsize) - adapter_params * itemsize
+    gib = base_bytes / mesh.shape["fsdp"] / mesh.shape["tp"] / 2**30
     base = "shared" if rollout_compute.shares_base else f"copied ({gib:.2f} GiB on each device)"
+    slow = is_int8 and mesh.devices.flat[0].platform == "cpu"
+    note = "note: on a CPU LORA_BASE_DTYPE=int8 saves memory, and steps take longer\n"
     return (
         f"lora rank={rank} alpha={alpha:g} targets={','.join(targets)} "
-        f"trained={adapter_params / 1e6:.2f}M base={base}\n"
+        f"trained={adapter_params / 1e6:.2f}M base={base}{' int8' * is_int8}\n{note * slow}"
     )
 
 
@@ -692,10 +695,16 @@ def export(run: Run, out: Path, params: Params) -> None:
                 folder, params, model, model.lora, path, revision, chat_template=chat_template
             )
         else:
-            merged = lora.merge_adapters(params, model.lora)[0] if model.lora else params
+            if model.lora and model.lora.int8_base:
+                why = "were trained on its weights in int8"
+                print(f"note: adapters are merged into {run.folder}, and {why}", flush=True)
+                tensors = lora.merge_with_folder(run.folder, params, model, dtype)
+            else:
+                merged = lora.merge_adapters(params, model.lora)[0] if model.lora else params
+                tensors = hf.hf_tensors(merged, model, dtype)
             hf.save_model(
                 folder,
-                merged,
+                tensors,
                 model,
                 run.folder,
                 dtype=dtype,
@@ -741,6 +750,8 @@ def result_fingerprint(run: Run) -> dict[str, str]:
             files += [run.adapters / lora.CONFIG, run.adapters / hf.ADAPTERS]
         fingerprints = [hosts.file_fingerprint(file) for file in files]
         values["the model's weights"] = hosts.json_digest(fingerprints)
+    if cfg.lora_base_dtype != "auto":
+        values["LORA_BASE_DTYPE"] = cfg.lora_base_dtype
     if cfg.off_policy_mask_threshold:
         values["OFF_POLICY_MASK_THRESHOLD"] = to_text(cfg.off_policy_mask_threshold)
     if run.teacher_folder:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 from huggingface_hub import snapshot_download, split_state_dict_into_shards_factory
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -23,6 +23,7 @@ from safetensors.numpy import save_file
 from infra.log import progress_bar
 from infra.mistakes import UserMistake, reading
 from infra.settings import read_text
+from model.int8 import Int8, quantize
 from model.layout import gather_to_host
 from model.params import (
     Gemma3,
@@ -30,6 +31,7 @@ from model.params import (
     ModelConfig,
     Params,
     Qwen35,
+    abstract_array,
     is_unrolled,
     param_table,
     trainable_params,
@@ -292,7 +294,9 @@ def load_params(
         cut = dataclasses.replace(model, vocab_size=vocab_size)
         table = _without_or_only_adapters(param_table(cut, layer_loop), adapters)
 
-    def read(leaf: Leaf) -> jax.Array:
+    def read(leaf: Leaf) -> jax.Array | Int8:
+        shape = abstract_array(leaf, mesh, dtype)
+
         def slice_of(name: str, index: tuple[slice, ...]) -> np.ndarray:
             tensor = tensors[name]
             return tensor[index[::-1]].T if leaf.transposed else tensor[index]
@@ -306,13 +310,27 @@ def load_params(
             layers = [slice_of(leaf.name.format(i), index[1:]) for i in numbers]
             return np.stack(layers).astype(leaf.dtype(dtype))
 
-        sharding = NamedSharding(mesh, PartitionSpec(*leaf.axes))
-        array = jax.make_array_from_callback(leaf.shape, sharding, shard)
         bar.update()
-        return array
+        if leaf.int8:
+            return _read_int8(leaf, shape, tensors)
+        return jax.make_array_from_callback(leaf.shape, shape.sharding, shard)
 
     with progress_bar("loading weights", len(jax.tree.leaves(table)), "arrays") as bar:
         return jax.tree.map(read, table)
+
+
+def _read_int8(leaf: Leaf, shape: Int8, tensors: dict[str, Any]) -> Int8:
+    """A matrix as Int8. The host quantizes one tensor at a time and complete columns, so that the
+    numbers are the same on each mesh, and no device has a float copy."""
+    values, scale = (np.empty(x.shape, x.dtype) for x in shape)
+    for i, number in enumerate(leaf.layers or [0]):
+        place = i if leaf.layers else ...
+        values[place], scale[place] = quantize(tensors[leaf.name.format(number)][:].T)
+
+    def put(x: np.ndarray, on_mesh: jax.ShapeDtypeStruct) -> jax.Array:
+        return jax.make_array_from_callback(x.shape, on_mesh.sharding, lambda index: x[index])
+
+    return Int8(put(values, shape.values), put(scale, shape.scale))
 
 
 def hf_tensors(
@@ -339,7 +357,7 @@ def _without_or_only_adapters(table: Params, only_adapters: bool) -> Params:
 
 def save_model(
     folder: Path,
-    params: Params,
+    tensors: Iterator[tuple[str, np.ndarray]],
     model: ModelConfig,
     source: Path,
     *,
@@ -351,6 +369,7 @@ def save_model(
 
     All processes have to call it, and process 0 writes. config.json comes last: it marks a complete
     folder.
+    tensors: those of hf_tensors, in dtype.
     source: the folder of the model that was trained, whose config and tokenizer are copied.
     dtype: of the written weights, float32 or bfloat16.
     stop_ids: the tokens that end a completion, for generation_config.json.
@@ -369,7 +388,7 @@ def save_model(
     # A file is written as soon as it has all its tensors, so that the host holds few of them.
     pending: dict[str, dict[str, np.ndarray]] = {name: {} for name in split.filename_to_tensors}
     with progress_bar("exporting the model", len(split.tensor_to_filename), "tensors") as bar:
-        for name, array in hf_tensors(params, model, dtype):
+        for name, array in tensors:
             if writes:
                 file = split.tensor_to_filename[name]
                 pending[file][name] = array

@@ -7,6 +7,7 @@ model/params.py has the formula. The base, all weights but the adapters, never c
 import dataclasses
 import functools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from infra.mistakes import UserMistake
 from model import hf
+from model.layout import gather_to_host
 from model.params import (
     Adapter,
     Lora,
@@ -72,6 +75,9 @@ def read_lora(cfg: "Config", model: ModelConfig, adapters: Path | None) -> Lora 
     if adapters:
         lora = _lora_of_folder(cfg, adapters)
     elif cfg.lora_rank == 0:
+        if cfg.lora_base_dtype == "int8":
+            why = "is of weights that stay as they are, and LORA_RANK=0 trains all of them"
+            raise UserMistake(f"LORA_BASE_DTYPE=int8 {why}; set LORA_RANK=16, or leave it out")
         return None
     else:
         targets = cfg.lora_targets.split(",") if cfg.lora_targets else matrices
@@ -83,7 +89,7 @@ def read_lora(cfg: "Config", model: ModelConfig, adapters: Path | None) -> Lora 
     if adapters:  # for mistakes in its tensors
         table = param_table(dataclasses.replace(model, lora=lora))
         hf.open_tensors(adapters, trainable_params(table))
-    return lora
+    return lora._replace(int8_base=cfg.lora_base_dtype == "int8")
 
 
 def _lora_of_folder(cfg: "Config", adapters: Path) -> Lora:
@@ -158,6 +164,28 @@ def merge_adapters(params: Params, lora: Lora) -> tuple[Params, jax.Array]:
     changed = [((new != old).mean(), new.size) for new, old in pairs if new is not old]
     share = sum(part * size for part, size in changed) / sum(size for _, size in changed)
     return dataclasses.replace(params, layers=layers, adapters=None), share
+
+
+def merge_with_folder(
+    folder: Path, params: Params, model: ModelConfig, dtype: DTypeLike
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The (name, array) pairs of the model in a folder, with the adapters of params added in
+    float32 and then rounded to dtype, as for hf.save_model. The host has one tensor at a time. All
+    processes have to take all tensors."""
+    assert (lora := model.lora), "a model without adapters is not merged"
+    table = param_table(dataclasses.replace(model, lora=None), "unroll")
+    tensors, adapters = hf.open_tensors(folder, table), trainable_params(params)
+    layers = arrange_layers(adapters, "unroll", jnp.float32).adapters
+    tree: Any  # a PyTreeDef
+    leaves, tree = jax.tree.flatten(table)
+    of_leaves = tree.flatten_up_to(Params(None, layers, None, None))
+    for leaf, adapter in zip(leaves, of_leaves, strict=True):
+        tensor = tensors[leaf.name][:]
+        if adapter is not None:
+            a, b = map(gather_to_host, adapter)
+            # Files hold [out, in].
+            tensor = tensor.astype(np.float32) + lora.scale * (b.T @ a.T)
+        yield leaf.name, tensor.astype(leaf.dtype(dtype))
 
 
 def save_adapters(

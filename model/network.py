@@ -38,6 +38,7 @@ from model.attention import (
     write_token,
 )
 from model.blocks import block_attention
+from model.int8 import Int8, matmul
 from model.layout import TRAIN_BATCH_AXES, Layout, constrain, gather_fsdp
 from model.linear_attention import State, gated_norm, linear_attention, linear_attention_token
 from model.params import Layers, Leaf, Lora, ModelConfig, Params, inverse_frequencies, param_table
@@ -205,7 +206,7 @@ class LayerWeights(NamedTuple):
 
     def linear(self, x: jax.Array, name: str, lora: Lora | None) -> jax.Array:
         """x W for the matrix W of this name, plus the product with its adapter."""
-        y = x @ getattr(self.base, name)
+        y = matmul(x, getattr(self.base, name))
         if lora is None or getattr(self.adapters, name) is None:
             return y
         a, b = getattr(self.adapters, name)
@@ -235,11 +236,12 @@ def _cast_and_gather(w: LayerWeights, compute: Compute) -> LayerWeights:
     *linear, leaves = LayerWeights(table.layers, table.adapters).layers_of_group()
     leaves = linear[0] if w.base.wq is None else leaves
 
-    def usable(x: jax.Array, leaf: Leaf) -> jax.Array:
+    def usable(leaf: Leaf, x: jax.Array | Int8) -> jax.Array | Int8:
+        if isinstance(x, Int8):
+            return x._replace(values=gather_fsdp(x.values, leaf.axes[1:], compute.layout))
         return gather_fsdp(x.astype(leaf.dtype(compute.dtype)), leaf.axes[1:], compute.layout)
 
-    adapters = jax.tree.map(usable, w.adapters, leaves.adapters)
-    return LayerWeights(jax.tree.map(usable, w.base, leaves.base), adapters)
+    return LayerWeights(*(jax.tree.map(usable, *pair) for pair in zip(leaves, w, strict=True)))
 
 
 def _linear_layer(

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from infra.mistakes import UserMistake
+from model.int8 import Int8
 from model.layout import Axis, mesh_text
 
 
@@ -30,6 +31,7 @@ class Lora(NamedTuple):
     rank: int  # the columns of A and the rows of B
     alpha: float
     targets: tuple[str, ...]  # the matrices with adapters, as Hugging Face names them: q_proj, ...
+    int8_base: bool = False  # the large matrices of the base are Int8
 
     @property
     def scale(self) -> float:
@@ -138,11 +140,11 @@ KEPT_FLOAT32 = ("a_log", "out_norm")
 
 
 def cast(weights: Any, dtype: DTypeLike) -> Any:
-    """The arrays of a part of Params in this dtype, but for KEPT_FLOAT32."""
+    """The arrays of a part of Params in this dtype, but for KEPT_FLOAT32 and those of an Int8."""
 
     def cast_array(path: Any, x: jax.Array) -> jax.Array:
-        is_kept = getattr(path[-1], "name", "") in KEPT_FLOAT32
-        return x.astype(jnp.float32 if is_kept else dtype)
+        is_kept = getattr(path[-1], "name", "") in (*KEPT_FLOAT32, *Int8._fields)
+        return x if is_kept else x.astype(dtype)
 
     return jax.tree_util.tree_map_with_path(cast_array, weights)
 
@@ -181,6 +183,7 @@ class Leaf:
     # decay and dtype.
     kind: str = "matrix"
     layers: range = range(0)  # the numbers of the layers along the first dimension, if it has them
+    int8: bool = False  # Params hold it as an Int8
 
     def dtype(self, dtype: DTypeLike) -> DTypeLike:
         """The dtype of the array in a copy of the weights in this dtype."""
@@ -192,6 +195,8 @@ def param_table(model: ModelConfig, layer_loop: str = "scan") -> Params:
     V, D = model.vocab_size, model.hidden_size
     layers = _layer_table(model)
     adapters = _adapter_table(layers, model, model.lora) if model.lora else None
+    if model.lora and model.lora.int8_base:
+        layers = jax.tree.map(_in_int8, layers)
     table = Params(
         embed=Leaf((V, D), ("tp", "fsdp"), "model.embed_tokens.weight"),
         layers=layers,
@@ -207,6 +212,12 @@ def param_table(model: ModelConfig, layer_loop: str = "scan") -> Params:
         layers=tuple(_leaves_of_group(layers, i) for i in groups),
         adapters=tuple(_leaves_of_group(adapters, i) for i in groups) if adapters else None,
     )
+
+
+def _in_int8(leaf: Leaf) -> Leaf:
+    """The leaf of a matrix as an Int8; those of other weights, and of gates, stay as they are."""
+    is_gate = "in_proj_a." in leaf.name or "in_proj_b." in leaf.name
+    return dataclasses.replace(leaf, int8=leaf.kind == "matrix" and not is_gate)
 
 
 def _layer_table(model: ModelConfig) -> Layers:
@@ -323,12 +334,25 @@ def abstract_params(
     model: ModelConfig, mesh: Mesh, dtype: DTypeLike, layer_loop: str = "scan"
 ) -> Params:
     """Shapes, dtypes and shardings of the weights on a mesh, whose devices need not exist here."""
+    table = param_table(model, layer_loop)
+    return jax.tree.map(lambda leaf: abstract_array(leaf, mesh, dtype), table)
 
-    def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(mesh, PartitionSpec(*leaf.axes))
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype(dtype), sharding=sharding)
 
-    return jax.tree.map(shape, param_table(model, layer_loop))
+def abstract_array(leaf: Leaf, mesh: Mesh, dtype: DTypeLike) -> Any:
+    """The ShapeDtypeStruct of a weight on a mesh, or an Int8 of two; scales are split as columns.
+    dtype: of the copy of the weights."""
+
+    def array(
+        shape: tuple[int, ...], axes: tuple[Axis, ...], dtype: DTypeLike
+    ) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, PartitionSpec(*axes))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    shape, axes = leaf.shape, leaf.axes
+    if not leaf.int8:
+        return array(shape, axes, leaf.dtype(dtype))
+    of_columns = (*shape[:-2], shape[-1]), (*axes[:-2], axes[-1])
+    return Int8(array(shape, axes, jnp.int8), array(*of_columns, jnp.float32))
 
 
 def param_shardings(model: ModelConfig, mesh: Mesh, layer_loop: str = "scan") -> Params:

@@ -179,7 +179,7 @@ def rollout_tp(
     """
     # The memory of a device can be asked for only in its own process.
     device = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
-    weights, limit = itemsize * num_params(model), 0.4 * usable_memory_bytes(device)
+    weights, limit = params_bytes(model, itemsize), 0.4 * usable_memory_bytes(device)
     if (chip := chip_of(device)) and chip in CHIPS.values():
         limit = min(limit, seconds * chip.hbm_gbps * 1e9)
     leaves = jax.tree.leaves(param_table(model))
@@ -197,6 +197,13 @@ def rollout_tp(
 def num_params(model: ModelConfig) -> int:
     """The number of weights, adapters included."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_table(model)))
+
+
+def params_bytes(model: ModelConfig, itemsize: int) -> int:
+    """The bytes of the weights, adapters included, without the few scales of an int8 base.
+    itemsize: bytes of a weight that is not int8."""
+    leaves = jax.tree.leaves(param_table(model))
+    return sum(math.prod(leaf.shape) * (1 if leaf.int8 else itemsize) for leaf in leaves)
 
 
 def update_flops(model: ModelConfig, prompts: np.ndarray, completions: np.ndarray) -> float:

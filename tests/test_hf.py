@@ -485,7 +485,8 @@ def exported(source: Path, target: Path, mesh_shape: str = "1,8,1", **how: objec
     shardings = param_shardings(model, mesh(mesh_shape))
     for x, sharding in zip(jax.tree.leaves(params), jax.tree.leaves(shardings), strict=True):
         assert (x.dtype, x.sharding) == (np.float32, sharding)
-    hf.save_model(target, params, model, source, **{"dtype": "float32", "stop_ids": [2]} | how)
+    how = {"dtype": "float32", "stop_ids": [2]} | how
+    hf.save_model(target, hf.hf_tensors(params, model, how["dtype"]), model, source, **how)
     return target
 
 

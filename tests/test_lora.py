@@ -42,6 +42,7 @@ from model.params import (
     Lora,
     Params,
     arrange_layers,
+    cast,
     combine_params,
     init_params,
     param_shardings,
@@ -80,7 +81,7 @@ def hidden_of(params: Params, model: Any, layer_loop: str = "scan") -> np.ndarra
     ids = np.array([[5, 11, 2, 7, 30, 1, 19, 8], [7, 7, 30, 1, 19, 8, 24, 3]], np.int32)
     positions = np.tile(np.arange(8, dtype=np.int32), (2, 1))
     compute = Compute(model, FLOAT32, train_layout(1, 1, 1), layer_loop=layer_loop)
-    params = arrange_layers(jax.tree.map(np.float32, params), layer_loop, FLOAT32)
+    params = arrange_layers(cast(params, FLOAT32), layer_loop, FLOAT32)
     rows = prompt_rows(jnp.ones(ids.shape, bool))
     return np.asarray(jax.jit(lambda p: forward(p, compute, ids, positions, rows)[0])(params))
 
@@ -144,7 +145,7 @@ def gradient(
     compute = Compute(model, FLOAT32, where, remat=remat, layer_loop=layer_loop)
     shapes = param_shardings(model, where.mesh)
     shapes = shapes if params.adapters is not None else shapes.replace(adapters=None)
-    params = jax.device_put(jax.tree.map(np.float32, params), shapes)
+    params = jax.device_put(cast(params, FLOAT32), shapes)
     grads = jax.tree.map(jnp.zeros_like, trainable_params(params)) if micro < 8 else None
     for first in range(0, 8, micro):
         rows = in_rows(batch, micro // mesh[0] // mesh[1], range(first, first + micro), S=8)
@@ -160,10 +161,8 @@ def gradient(
     return grads
 
 
-@functools.cache
-def by_full_training() -> dict[str, Adapter]:
+def by_full_training(params: Params) -> dict[str, Adapter]:
     """The gradients of A and B that follow from those of the merged weights."""
-    params = whole()
     of_matrices = gradient(merged_by_hand(params), QWEN2).layers
 
     def of_adapter(name: str) -> Adapter:
@@ -173,6 +172,11 @@ def by_full_training() -> dict[str, Adapter]:
         )
 
     return {name: of_adapter(name) for name in FIELDS}
+
+
+@functools.cache
+def of_whole() -> dict[str, Adapter]:
+    return by_full_training(whole())
 
 
 @pytest.mark.parametrize(
@@ -187,7 +191,7 @@ def by_full_training() -> dict[str, Adapter]:
 def test_the_gradient_is_that_of_full_training_times_the_other_factor(settings: dict) -> None:
     grads = gradient(whole(), MODEL, **settings)
     assert (grads.embed, grads.layers, grads.final_norm, grads.lm_head) == (None,) * 4
-    for name, expected in by_full_training().items():
+    for name, expected in of_whole().items():
         for x, y in zip(getattr(grads.adapters, name), expected, strict=True):
             assert x.dtype == np.float32 and np.abs(y).max() > 1e-3
             np.testing.assert_allclose(x, y, rtol=0, atol=5e-6, err_msg=name)

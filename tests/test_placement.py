@@ -57,6 +57,7 @@ PUBLISHED = {
     "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304,
     "Qwen/Qwen2.5-3B-Instruct": 3_085_938_688,
     "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen/Qwen2.5-14B-Instruct": 14_770_033_664,
     "Qwen/Qwen3-0.6B": 596_049_920,
     "Qwen/Qwen3-1.7B-Base": 1_720_574_976,
     "Qwen/Qwen3-4B": 4_022_468_096,

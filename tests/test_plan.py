@@ -386,6 +386,28 @@ def test_the_tables_have_the_seconds_that_a_plan_prints() -> None:
         assert high < 4 * low
 
 
+INT8_DOC = (REPO / "docs" / "int8.md").read_text()
+INT8 = re.findall(
+    r"^\| (\S+) on (\S+) \| (\d+) \| (\d+) \| ([\d.]+) of \S+, in (\w+) \| (.*) \|$", INT8_DOC, re.M
+)
+
+
+@needs_compiler
+@pytest.mark.parametrize("what", ["seconds", pytest.param("memory", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("row", INT8, ids=lambda row: " ".join(row[:2]))
+def test_rows_with_a_base_in_8_bits_are_those_of_their_plans(row: tuple, what: str) -> None:
+    model, name, prompts, count, gib, program, seconds = row
+    text = f"MODEL_PATH=Qwen/{model} {STEP} BATCH_SIZE={prompts} LORA_RANK=16 LORA_BASE_DTYPE=int8"
+    text += f" TRAIN_PER_DEVICE_MICRO_BATCH_SIZE={count}"
+    made = plan.make_plan(Config.from_env(dict(x.split("=") for x in text.split())), name)
+    if what == "seconds":
+        step = describe_time(made, parse_command_line(["--plan", name]))[-2]
+        assert step.split(" | ")[1] == seconds
+    else:
+        memory = plan.measure_memory(list_programs(made)[program])
+        assert memory.total / 2**30 == pytest.approx(float(gib), rel=0.02)
+
+
 @needs_compiler
 @pytest.mark.parametrize("program", ["decode", pytest.param("micro_step", marks=pytest.mark.slow)])
 def test_adapters_leave_the_base_of_3b_once_on_a_chip_of_16_gib(program: str) -> None:

@@ -75,8 +75,9 @@ def load_weights(run: Run) -> tuple[Params, int]:
     }
 
     def raise_if_unsuitable(record: dict[str, Any]) -> None:
-        for name in ("LORA_ALPHA", "the model's weights") if compute.model.lora else ():
-            before, now = record["made_with"].get(name), result_fingerprint(run)[name]
+        names = ("LORA_ALPHA", "LORA_BASE_DTYPE", "the model's weights")
+        for name in names if compute.model.lora else ():
+            before, now = (x.get(name) for x in (record["made_with"], result_fingerprint(run)))
             if before != now:  # the adapters were trained with it
                 raise UserMistake(f"{source.folder}: {name} was {before} and is {now}; set it back")
         raise_if_arrays_differ(wanted, record, part=True)

@@ -93,8 +93,8 @@ def silu(x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
 
 
-def rms(x: np.ndarray) -> np.ndarray:
-    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + MODEL.rms_norm_eps)
+def rms(x: np.ndarray, model: ModelConfig) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + model.rms_norm_eps)
 
 
 def linear_layer(y: np.ndarray, w: Any, model: ModelConfig) -> np.ndarray:
@@ -114,7 +114,7 @@ def linear_layer(y: np.ndarray, w: Any, model: ModelConfig) -> np.ndarray:
         new = beta[t][:, None] * (v[t] - np.einsum("hkv,hk->hv", state, k[t]))
         state = state + k[t][:, :, None] * new[:, None]
         out.append(np.einsum("hkv,hk->hv", state, q[t]) / np.sqrt(c.key_dim))
-    return (w.out_norm * rms(np.stack(out))).reshape(n, -1) * silu(y @ w.in_z)
+    return (w.out_norm * rms(np.stack(out), model)).reshape(n, -1) * silu(y @ w.in_z)
 
 
 def full_layer(y: np.ndarray, w: Any, model: ModelConfig) -> np.ndarray:
@@ -123,7 +123,7 @@ def full_layer(y: np.ndarray, w: Any, model: ModelConfig) -> np.ndarray:
     angles = np.arange(n)[:, None, None] * model.rope_theta ** (-np.arange(half) / half)
 
     def rotate(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
-        a, b, rest = np.split(rms(x) * (1 + scale), [half, 2 * half], axis=-1)
+        a, b, rest = np.split(rms(x, model) * (1 + scale), [half, 2 * half], axis=-1)
         cos, sin = np.cos(angles), np.sin(angles)
         return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
@@ -142,10 +142,10 @@ def reference(params: Params, ids: Sequence[int], model: ModelConfig = MODEL) ->
     for i in range(model.num_groups):
         full = jax.tree.map(lambda x, i=i: x[i], params.layers)
         for w, attend in [(full.linear[0], linear_layer), (full, full_layer)]:
-            x = x + attend(rms(x) * (1 + w.attn_norm), w, model) @ w.wo
-            y = rms(x) * (1 + w.mlp_norm)
+            x = x + attend(rms(x, model) * (1 + w.attn_norm), w, model) @ w.wo
+            y = rms(x, model) * (1 + w.mlp_norm)
             x = x + (silu(y @ w.gate) * (y @ w.up)) @ w.down
-    return rms(x) * (1 + params.final_norm) @ lm_head(params).T
+    return rms(x, model) * (1 + params.final_norm) @ lm_head(params).T
 
 
 def reference_logps(params: Params, prompt: Sequence[int], completion: Sequence[int]) -> np.ndarray:
@@ -410,9 +410,8 @@ def test_random_models_have_transformers_logits_and_gradients(seed: int, tmp_pat
     (_, logits), grads = jax.jit(jax.value_and_grad(mean, has_aux=True))(params)
     theirs = theirs.detach().numpy()
     # Both are float32, and the norm behind the rule enlarges the rounding of outputs that are near
-    # 0: at single tokens the difference is 25 times as large as on average.
-    apart = np.abs(logits - theirs) / np.abs(theirs).max()
-    assert apart.mean() < 2e-6 and apart.max() < 2e-4
+    # 0: of 20,000 logits a few are further apart than 2e-5.
+    np.testing.assert_allclose(logits, theirs, rtol=0, atol=2e-4 * np.abs(theirs).max())
     expected = {name: x.grad.numpy() for name, x in other.named_parameters()}
     ours = dict(hf.hf_tensors(grads, model))
     assert ours.keys() == expected.keys()

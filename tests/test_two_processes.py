@@ -2,10 +2,11 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runs import REPO, environment, metric_records, train, train_two
-from small_model import stopping_model
+from small_model import TINY_QWEN35, stopping_model
 
 # Packed rows and ended sequences that leave the batch come with MAX_LENGTH_SAMPLE >= 128. At
 # TEMPERATURE=1 the entropies of the random model are so equal that rounding would decide which
@@ -41,10 +42,13 @@ def measured(out: Path) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_two_processes_and_then_one_learn_and_write_what_one_process_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", [{}, TINY_QWEN35], ids=["qwen2", "qwen3_5"])
+def test_two_processes_and_then_one_learn_and_write_what_one_process_does(
+    model: dict[str, Any], tmp_path: Path
+) -> None:
     """Two processes take the first step, and one process goes on with their checkpoint."""
     (tmp_path / "mine.py").write_text(ODD)
-    given = {"MODEL_PATH": str(stopping_model(tmp_path)), "DATASET": str(REPO / "tiny")}
+    given = {"MODEL_PATH": str(stopping_model(tmp_path, model)), "DATASET": str(REPO / "tiny")}
     given["ENVIRONMENT_CLASS"] = f"{REPO}/tests/games.py:Chance"
     given["REWARD_FN"] = EVERYTHING["REWARD_FN"].replace("mine.py", f"{tmp_path}/mine.py")
     settings = EVERYTHING | given | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}

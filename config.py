@@ -416,7 +416,7 @@ def contradictions(cfg: Config) -> Iterator[str]:
             why = f"{name.upper()}={text} cannot replay the tokens that TOP_K, TOP_P, MIN_P leave"
             yield f"{why}; leave {name.upper()} out, or set SAMPLING_SUPPORT=full (a biased loss)"
     if cfg.lora_base_dtype == "int8" and cfg.rollout_backend == "sglang_jax":
-        why = "has no weights for ROLLOUT_BACKEND=sglang_jax, which merges them with adapters"
+        why = "has no float weights that ROLLOUT_BACKEND=sglang_jax could merge with adapters"
         yield f"LORA_BASE_DTYPE=int8 {why}; leave out one of them"
     if cfg.max_turns > 1 and not cfg.environment_class:
         yield f"MAX_TURNS={cfg.max_turns} needs an ENVIRONMENT_CLASS, which answers the policy"

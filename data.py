@@ -465,30 +465,41 @@ def tokenize(texts: list[str], chat_format: ChatFormat, vocab_size: float) -> li
     return ids
 
 
-def unread_fields(chats: list[list[Message]], chat_format: ChatFormat) -> set[tuple[str, str]]:
-    """Returns the (role, field) pairs of messages that do not change what the template writes. The
-    last message with the field decides, because templates drop the thoughts of earlier ones."""
-    last, unread = {}, set()
+def unread_fields(
+    chats: list[list[Message]], chat_format: ChatFormat
+) -> dict[tuple[str, str], bool]:
+    """Returns the (role, field) pairs of messages that do not change what the template writes, and
+    whether this holds for messages with calls of tools and without, if there are both.
+
+    The last message of a kind decides, because templates drop the thoughts of earlier ones.
+    """
+    last = {}
     for chat in chats:
         for i, message in enumerate(chat):
-            last |= {(message["role"], field): (chat, i) for field in message if message[field]}
-    for (role, field), (chat, i) in last.items():
+            kind = message["role"], bool(message.get("tool_calls"))
+            last |= {(*kind, field): (chat, i) for field in message if message[field]}
+    unread: dict[tuple[str, str], list[bool]] = {}
+    for (role, _, field), (chat, i) in last.items():
         other = [*chat[:i], chat[i] | {field: SENTINEL}, *chat[i + 1 :]]
-        with contextlib.suppress(UserMistake):  # if the template fails, it reads it
-            if field != "role" and len({*chat_format.render([chat, other], False)}) == 1:
-                unread.add((role, field))
-    return unread
+        try:
+            texts = chat_format.render(checked_chats([chat, other], chat_format), False)
+            is_unread = field != "role" and texts[0] == texts[1]
+        except UserMistake:  # the template reads the field
+            is_unread = False
+        unread.setdefault((role, field), []).append(is_unread)
+    return {names: all(kinds) for names, kinds in unread.items() if any(kinds)}
 
 
 def writes_system_message(chat_format: ChatFormat, content: str = "") -> bool:
-    """Returns whether the chat template writes a system message as it is. Some templates drop it,
-    others raise an error, and that of SmolLM3 makes <> of </think>."""
-    content = f"{SENTINEL} {content}".strip()
+    """Returns whether the chat template writes a system message as it is, but for switches such as
+    /no_think. Some templates drop it, others raise an error, and SmolLM3's makes <> of </think>."""
+    content = f"{SENTINEL} {content}"
     chat = [{"role": "system", "content": content}, {"role": "user", "content": "A question."}]
     try:
-        return content in chat_format.render([chat])[0]
+        text = chat_format.render([chat])[0]
     except UserMistake:
         return False
+    return all(part.strip() in text for part in re.split(r"(?<!\S)/\w+(?!\S)", content))
 
 
 def with_system_in_question(chat: list[Message]) -> list[Message]:

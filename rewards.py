@@ -33,8 +33,12 @@ _MAX_NUMBER = 300  # the characters of the longest number that parse_number read
 _WINDOW = 4096  # characters up to the last digit that parse_number reads
 _AROUND = 64  # characters on either side of a number in which _PART is searched
 
-# Full-width characters, as texts in Chinese have them: １２ and Ｂ.
-_WIDE = {code: code - 0xFEE0 for code in range(ord("－"), ord("ｚ") + 1)}
+# Full-width digits, letters and -./ as texts in Chinese have them: １２ and Ｂ.
+_WIDE = {
+    code: code - 0xFEE0
+    for first, last in ("－９", "ＡＺ", "ａｚ")
+    for code in range(ord(first), ord(last) + 1)
+}
 # Minus sign, en dash, spaces that keep a number and its unit in one line, ’, and ½ as \frac12.
 _FRACTIONS = "¼½¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
 _PLAIN = str.maketrans(
@@ -213,7 +217,7 @@ def exact_match(completions: list[str], answer: list[str], **columns: list) -> R
 def _folded(answer: str | None) -> str | None:
     """Returns the answer without what exact_match ignores; None for a blank one."""
     text = normalize("NFC", answer or "").translate(_WIDE)
-    return "".join(text.split()).removesuffix(".").casefold() or None
+    return "".join(text.split()).removesuffix(".").removesuffix("。").casefold() or None
 
 
 # The answers that maj@n counts; for the functions of a file see load_reward_function.

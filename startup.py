@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -371,12 +372,12 @@ def check_chat_format(cfg: Config, chat_format: data.ChatFormat) -> None:
     bos = tokenizer.decode(tokenizer("")["input_ids"][:1])
     if bos == tokenizer.bos_token and not text.startswith(bos):
         why = f"the tokenizer puts {bos} in front of a text, and the chat template does not"
-        print(f"note: {why}; begin it with {{{{ bos_token }}}}", flush=True)
+        print(f"note: {why}; if the model needs it, begin CHAT_TEMPLATE with {{{{ bos_token }}}}")
     system = question[0]["content"] if question[0]["role"] == "system" else ""
     if not data.writes_system_message(chat_format, system):
         has_role = data.writes_system_message(chat_format)
         why = "changes the system message" if has_role else "has no system role"
-        place = "SYSTEM_PROMPT stands in front of each question"
+        place = "system messages stand in front of the question"
         print(f"note: the chat template {why}; {place}", flush=True)
     thinks = chat_format.kwargs.get("enable_thinking") is not False and cfg.loss_type != "sft"
     if "enable_thinking" in arguments and thinks and cfg.max_length_sample < LONG_THOUGHT:
@@ -430,16 +431,22 @@ def check_messages(examples: list[data.Example], chat_format: data.ChatFormat, s
     """Prints which fields of messages the chat template leaves out, and how many questions have
     special tokens. Raises UserMistake if it leaves out a role's texts or calls of tools."""
     chats = [chat_format.messages_of(e) + [*e.get("completions", ([],))[0]] for e in examples]
-    chats = data.checked_chats(chats, chat_format)
-    for role, field in sorted(data.unread_fields(chats, chat_format)):
-        text = f"the chat template leaves out {field!r} of {role!r} messages of the {split} split"
-        if field in ("content", "tool_calls"):
+    unread = data.unread_fields(chats, chat_format)
+    names = []
+    for (role, field), always in sorted(unread.items()):
+        if always and field in ("content", "tool_calls"):
+            text = f"in the {split} split the chat template leaves out {role}.{field}"
             raise UserMistake(f"{text}; set CHAT_TEMPLATE to one that writes it")
+        if field not in ("weight", "id", "tool_call_id"):
+            names.append(f"{role}.{field}" if always else f"some {role}.{field}")
+    if names:
+        text = f"in the {split} split the chat template leaves out {', '.join(names)}"
         print(f"note: {text}", flush=True)
-    special = [x.content for x in chat_format.tokenizer.added_tokens_decoder.values() if x.special]
+    tokens = chat_format.tokenizer.added_tokens_decoder.values()
+    special = re.compile("|".join(re.escape(x.content) for x in tokens if x.special) or "(?!)")
     questions = [example["question"] for example in examples if "question" in example]
-    if count := sum(any(token in text for token in special) for text in questions):
-        why = "contain special tokens; questions must not be rendered by a chat template already"
+    if count := sum(special.search(text) is not None for text in questions):
+        why = "contain special tokens; give plain text that no chat template has rendered"
         print(f"note: {count} of {len(questions)} {split} questions {why}", flush=True)
 
 
@@ -696,8 +703,8 @@ def export(run: Run, out: Path, params: Params) -> None:
             )
         else:
             if model.lora and model.lora.int8_base:
-                why = "were trained on its weights in int8"
-                print(f"note: adapters are merged into {run.folder}, and {why}", flush=True)
+                why = f"trained on an int8 base, are merged with the float weights of {run.folder}"
+                print(f"note: the adapters, {why}", flush=True)
                 tensors = lora.merge_with_folder(run.folder, params, model, dtype)
             else:
                 merged = lora.merge_adapters(params, model.lora)[0] if model.lora else params

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 FILES = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")  # each line has a step
 SUMMARY = "summary.json"
 LOCK = ".lock"  # a file in the folders of a run; process 0 locks it for as long as it lives
-# The states of a run. `died`: it is gone and has left no word; it was killed, or the machine was.
+# The states of a run. `died`: it recorded no end: the process or its machine was killed.
 RUNNING, DONE, STOPPED, FAILED, DIED = "running", "done", "stopped", "failed", "died"
 STEP_S = "time/train/step_s"  # the training record of a step, which is its last, has this metric
 COMPILED = "/jax/core/compile/backend_compile_duration"  # jax's name for a compilation

@@ -201,8 +201,8 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def _of_family(config: Any, model: ModelConfig, values: dict[str, Any]) -> dict[str, Any]:
-    """Fields of the ModelConfig that one family has other than the others, of transformers' config.
-    values: of config.json."""
+    """The fields of the ModelConfig that only this family sets. config: transformers'. values: of
+    config.json."""
     if config.model_type == "gemma3_text":
         of_queries = math.sqrt(model.head_dim / config.query_pre_attn_scalar)
         return dict(embedding_multiplier=math.sqrt(model.hidden_size), query_multiplier=of_queries)

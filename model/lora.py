@@ -76,7 +76,7 @@ def read_lora(cfg: "Config", model: ModelConfig, adapters: Path | None) -> Lora 
         lora = _lora_of_folder(cfg, adapters)
     elif cfg.lora_rank == 0:
         if cfg.lora_base_dtype == "int8":
-            why = "is of weights that stay as they are, and LORA_RANK=0 trains all of them"
+            why = "quantizes LoRA's frozen base, and LORA_RANK=0 trains all weights"
             raise UserMistake(f"LORA_BASE_DTYPE=int8 {why}; set LORA_RANK=16, or leave it out")
         return None
     else:
@@ -97,7 +97,8 @@ def _lora_of_folder(cfg: "Config", adapters: Path) -> Lora:
     values = _read_config(adapters)
     targets = values["target_modules"]
     if isinstance(targets, str):  # a regular expression, such as unsloth's
-        targets = [name.rpartition(".lora_")[0] for name in hf.open_files(adapters, hf.ADAPTERS)]
+        names = [name.partition(".lora_") for name in hf.open_files(adapters, hf.ADAPTERS)]
+        targets = [module for module, separator, _ in names if separator]
     # Some are full paths; the tensors tell whether every layer has such an adapter.
     targets = sorted({str(name).rpartition(".")[2] for name in targets})
     lora = Lora(values["r"], float(values["lora_alpha"]), tuple(targets))

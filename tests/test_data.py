@@ -443,9 +443,12 @@ def test_without_a_system_role_the_system_message_stands_in_front_of_the_first_q
     [
         (
             [user("2?"), assistant("4")],
-            "last message is {'role': 'assistant', 'content': '4'}, and no",
+            "last message must be the user's question, not {'role': 'assistant', 'content': '4'}",
         ),
-        ([user(" ")], "the last message is {'role': 'user', 'content': ' '}, and no question of"),
+        (
+            [user(" ")],
+            "the last message must be the user's question, not {'role': 'user', 'content': ' '}",
+        ),
         ([user("2?"), "4"], 'message 2 is \'4\', and not {"role": "user", '),
         ([{"role": "user"}], "message 1 is {'role': 'user'}, and not"),
         ([user("2?"), {"role": "tool", "content": None}], "message 2 is {'role': 'tool', 'cont"),
@@ -646,7 +649,8 @@ def test_a_template_without_the_bos_token_that_the_tokenizer_adds_gets_a_note(ca
     )
     check_chat_format(Config(), ChatFormat(tokenizer, []))
     note = "note: the tokenizer puts <|endoftext|> in front of a text, and the chat template does"
-    assert capsys.readouterr().out == f"{note} not; begin it with {{{{ bos_token }}}}\n"
+    way = "if the model needs it, begin CHAT_TEMPLATE with {{ bos_token }}"
+    assert capsys.readouterr().out == f"{note} not; {way}\n"
     tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
     check_chat_format(Config(), ChatFormat(tokenizer, []))
     assert capsys.readouterr().out == ""
@@ -664,11 +668,11 @@ BY_ROLE = (
     [
         # vLLM names the thoughts of a model `reasoning`, and templates read `reasoning_content`.
         ("qwen3", {"reasoning_content": "2 and 2", "name": ""}, ""),
-        (BY_ROLE, {"reasoning": "4", "loss": 1}, "loss reasoning"),
+        (BY_ROLE, {"reasoning": "4", "loss": 1, "id": 7}, "assistant.loss, assistant.reasoning"),
         ("qwen3", {"tool_calls": [CALL]}, ""),
-        (BY_ROLE, {"tool_calls": [CALL]}, "'tool_calls' of 'assistant' messages"),
+        (BY_ROLE, {"tool_calls": [CALL]}, "assistant.tool_calls; set CHAT_TEMPLATE"),
         ("qwen3", {"role": "developer"}, ""),
-        (BY_ROLE, {"role": "developer"}, "'content' of 'developer' messages"),
+        (BY_ROLE, {"role": "developer"}, "developer.content; set CHAT_TEMPLATE"),
     ],
 )
 def test_what_the_chat_template_leaves_out_of_messages_is_named_or_refused(
@@ -680,20 +684,37 @@ def test_what_the_chat_template_leaves_out_of_messages_is_named_or_refused(
     question, answer = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": " 4"}
     example = {"prompts": [question], "completions": ([answer | messages], "a place")}
     chat_format = ChatFormat(tokenizer, [])
-    if " of " in line:
+    if ";" in line:
         refused(lambda: check_messages([example], chat_format, "train"), "leaves out " + line)
         return
     check_messages([example, {"question": "2+2?"}], chat_format, "train")
-    note = "note: the chat template leaves out '{}' of 'assistant' messages of the train split\n"
-    assert capsys.readouterr().out == "".join(note.format(field) for field in line.split())
+    note = f"note: in the train split the chat template leaves out {line}\n"
+    assert capsys.readouterr().out == (note if line else "")
+
+
+def test_a_text_beside_a_call_may_be_left_out_alone_and_is_named(capsys) -> None:
+    tokenizer = hf.load_tokenizer(ROOT / "tiny")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {% if m.tool_calls %}{{ m.tool_calls }}"
+        "{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
+    )
+    question, answer = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+    call = answer | {"tool_calls": [CALL]}
+    examples = [{"prompts": [question], "completions": ([x], "a place")} for x in (answer, call)]
+    for order in (examples, examples[::-1]):
+        check_messages(order, ChatFormat(tokenizer, []), "train")
+        note = "note: in the train split the chat template leaves out some assistant.content\n"
+        assert capsys.readouterr().out == note
+    line = "in the train split the chat template leaves out assistant.content; set CHAT_TEMPLATE"
+    refused(lambda: check_messages(examples[1:], ChatFormat(tokenizer, []), "train"), line)
 
 
 def test_questions_that_a_chat_template_has_written_already_are_counted(capsys) -> None:
     chat_format = ChatFormat(hf.load_tokenizer(ROOT / "tiny"), [])
     rendered = chat_format.render([[{"role": "user", "content": "2+2?"}]])[0]
     check_messages([{"question": rendered}, EXAMPLES[0]], chat_format, "test")
-    note = "note: 1 of 2 test questions contain special tokens; questions must"
-    assert capsys.readouterr().out == f"{note} not be rendered by a chat template already\n"
+    note = "note: 1 of 2 test questions contain special tokens; give plain text that no chat"
+    assert capsys.readouterr().out == f"{note} template has rendered\n"
 
 
 @pytest.mark.parametrize("system, question", [("How \udcff many?", "2+2?"), ("Think.", "\ud800")])

@@ -36,6 +36,8 @@ from startup import (
 # Settings of both commands: they train nothing and export nothing.
 NO_STEPS = {"steps": 0, "export_hf": "none", "push_to_hub": "", "eval_full_sweep": True}
 NO_STEPS |= {"report_to": "", "wandb_mode": "disabled"}
+# What adapters were trained with.
+MADE_WITH = ("LORA_ALPHA", "LORA_BASE_DTYPE", "the model's weights")
 # Settings of --ask: the question is answered greedily, in the smallest batch.
 ONE_QUESTION = dict.fromkeys((*PASS_SIZES, *STEP_SIZES, *MICRO_SIZES, "grad_accum_steps"), 0)
 ONE_QUESTION |= {"rollout_per_device_batch_size": 1, "num_pre_q": 1, "num_mini_batches": 1}
@@ -75,9 +77,9 @@ def load_weights(run: Run) -> tuple[Params, int]:
     }
 
     def raise_if_unsuitable(record: dict[str, Any]) -> None:
-        names = ("LORA_ALPHA", "LORA_BASE_DTYPE", "the model's weights")
-        for name in names if compute.model.lora else ():
-            before, now = (x.get(name) for x in (record["made_with"], result_fingerprint(run)))
+        fingerprint = result_fingerprint(run)
+        for name in MADE_WITH if compute.model.lora else ():
+            before, now = (x.get(name, "auto") for x in (record["made_with"], fingerprint))
             if before != now:  # the adapters were trained with it
                 raise UserMistake(f"{source.folder}: {name} was {before} and is {now}; set it back")
         raise_if_arrays_differ(wanted, record, part=True)

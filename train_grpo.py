@@ -89,8 +89,8 @@ def main(cfg: Config) -> None:
         # With LoRA the training state holds the adapters alone.
         return combine_params(learner.base, state.params)
 
-    def evaluate_after(steps: int, full: bool = False) -> float:
-        return evaluate(run, life.log, backend, eval_key, params(), steps, full)
+    def evaluate_now(full: bool = False) -> float:
+        return evaluate(run, life.log, backend, eval_key, params(), life.progress.step, full)
 
     def save() -> None:
         life.save({"state": state})
@@ -98,7 +98,7 @@ def main(cfg: Config) -> None:
     def evaluate_and_save() -> None:
         # The checkpoint knows the accuracy, so that the best one is kept.
         if evaluation_is_due(cfg, life.progress):
-            life.record_evaluation(evaluate_after(life.progress.step))
+            life.record_evaluation(evaluate_now())
         if life.save_is_due():
             save()
 
@@ -180,7 +180,7 @@ def main(cfg: Config) -> None:
             evaluate_and_save()
 
         if cfg.eval_full_sweep:  # the last checkpoint is saved before this long evaluation
-            evaluate_after(cfg.steps, full=True)
+            evaluate_now(full=True)
     with life.ending(save):
         life.finish(lambda: export(run, life.out, params()))
 

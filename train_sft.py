@@ -88,13 +88,13 @@ def main(cfg: Config) -> None:
         # With LoRA the training state holds the adapters alone.
         return combine_params(learner.base, state.params)
 
-    def evaluate_after(steps: int, full: bool = False) -> float:
+    def evaluate_now(full: bool = False) -> float:
         """The score that is highest for the best checkpoint: the accuracy, or without a REWARD_FN
         exp(-loss), the geometric mean of the probabilities of the learnt tokens."""
-        loss = evaluate_loss(run, life.log, params(), steps, full)
+        loss = evaluate_loss(run, life.log, params(), life.progress.step, full)
         if not run.rollout.functions:
             return math.exp(-loss)
-        return evaluate(run, life.log, backend, eval_key, params(), steps, full)
+        return evaluate(run, life.log, backend, eval_key, params(), life.progress.step, full)
 
     def save() -> None:
         life.save({"state": state})
@@ -102,7 +102,7 @@ def main(cfg: Config) -> None:
     def evaluate_and_save() -> None:
         # The checkpoint knows the score, so that the best one is kept.
         if evaluation_is_due(cfg, life.progress):
-            life.record_evaluation(evaluate_after(life.progress.step))
+            life.record_evaluation(evaluate_now())
         if life.save_is_due():
             save()
 
@@ -138,7 +138,7 @@ def main(cfg: Config) -> None:
             evaluate_and_save()
 
         if cfg.eval_full_sweep:  # the last checkpoint is saved before this long evaluation
-            evaluate_after(cfg.steps, full=True)
+            evaluate_now(full=True)
     with life.ending(save):
         life.finish(lambda: export(run, life.out, params()))
 

@@ -1,5 +1,5 @@
-"""The programs of an update: micro_step adds the gradient of a micro-batch to a sum, and
-optimizer_step applies the sum to the training state.
+"""An update: micro_step adds the gradient of a micro-batch to a sum, optimizer_step applies the sum
+to the training state, and one_update runs both for all micro-batches of a batch.
 
 Dimensions as in rows.py: X packed rows of a micro-batch, each with S places for prompts,
 C for completions and Q for sequences; T completion tokens, padded to MAX_LENGTH_SAMPLE.

@@ -36,7 +36,7 @@ from model.params import Layers, Qwen35
 CHUNK = 64  # tokens
 
 # Float32 matmuls of TPUs and GPUs would round their inputs.
-matmul = functools.partial(jnp.matmul, precision="highest")
+matmul_float32 = functools.partial(jnp.matmul, precision="highest")
 
 
 class State(NamedTuple):
@@ -258,20 +258,20 @@ def _delta_rule(inputs: list[jax.Array], walk: Walk) -> tuple[jax.Array, jax.Arr
         decay = jnp.exp(jnp.where(same, total[..., None] - total[..., None, :], -jnp.inf))
 
         def read(x: jax.Array) -> jax.Array:
-            return jnp.where(began_earlier, matmul(x, state), matmul(x, end))
+            return jnp.where(began_earlier, matmul_float32(x, state), matmul_float32(x, end))
 
         k_transposed = k.swapaxes(-1, -2)
-        system = jnp.tril(beta[..., None] * matmul(k, k_transposed) * decay, -1)
+        system = jnp.tril(beta[..., None] * matmul_float32(k, k_transposed) * decay, -1)
         sides = beta[..., None] * jnp.concatenate([v, jnp.exp(total)[..., None] * k], axis=-1)
         # The corrections without the state, and its share.
-        corrections, state_share = jnp.split(matmul(_inverse(system), sides), [dv], axis=-1)
+        corrections, state_share = jnp.split(matmul_float32(_inverse(system), sides), [dv], axis=-1)
         corrections = corrections - read(state_share)
-        scores = matmul(q, k_transposed) * decay
-        out = read(jnp.exp(total)[..., None] * q) + matmul(scores, corrections)
+        scores = matmul_float32(q, k_transposed) * decay
+        out = read(jnp.exp(total)[..., None] * q) + matmul_float32(scores, corrections)
         k = decay[..., -1, :, None] * k  # as the state at the end of the chunk adds it
         state = jnp.where(began_earlier[..., -1:, :], state, end)
         state = jnp.exp(total[..., -1, None, None]) * state
-        state = state + matmul(k.swapaxes(-1, -2), corrections)
+        state = state + matmul_float32(k.swapaxes(-1, -2), corrections)
         return (state, jnp.where(is_prompt, state, end)), out
 
     flags = [x.T[..., None, None, None, None] for x in (walk.is_prompt, walk.is_first)]
@@ -294,6 +294,6 @@ def _inverse(system: jax.Array) -> jax.Array:
     while size < c:
         is_below = (row // size != column // size) & (row // (2 * size) == column // (2 * size))
         below = jnp.where(is_below, system, 0)
-        inverse = inverse - matmul(inverse, matmul(below, inverse))
+        inverse = inverse - matmul_float32(inverse, matmul_float32(below, inverse))
         size *= 2
     return inverse

@@ -286,7 +286,7 @@ def _qkv(
     q, gate = heads("wq", base.bq, model.num_heads), None
     if model.qwen35:  # the gate follows the queries in each head
         q, gate = jnp.split(q, 2, axis=-1)
-    q = _rotate(normed(q, base.q_norm), rotary) * model.query_multiplier
+    q = _rotate(normed(q, base.q_norm), rotary, model.query_multiplier)
     k = _rotate(normed(heads("wk", base.bk, model.num_kv_heads), base.k_norm), rotary)
     v = heads("wv", base.bv, model.num_kv_heads)
     return q, KV(k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)), gate
@@ -345,15 +345,15 @@ def _rotary_of_layer(rotary: Rotary, variant: jax.Array | None) -> Rotary:
     return rotary if variant is None else (cos[variant], sin[variant])
 
 
-def _rotate(x: jax.Array, rotary: Rotary) -> jax.Array:
-    """x [X, t, heads, h] with its halves (not pairs) rotated, as Hugging Face's weights need it. Of
-    Qwen3.5 only the first numbers of h are rotated."""
+def _rotate(x: jax.Array, rotary: Rotary, multiplier: float = 1.0) -> jax.Array:
+    """x [X, t, heads, h] with its halves (not pairs) rotated, as Hugging Face's weights need it,
+    and multiplied. Of Qwen3.5 only the first numbers of h are rotated."""
     cos, sin = rotary
     half = cos.shape[-1]
     ends = [half] if 2 * half == x.shape[-1] else [half, 2 * half]
     left, right, *rest = jnp.split(x.astype(jnp.float32), ends, axis=-1)
     rotated = jnp.concatenate([left * cos - right * sin, right * cos + left * sin, *rest], axis=-1)
-    return rotated.astype(x.dtype)
+    return (rotated * multiplier).astype(x.dtype)
 
 
 def _variant(model: ModelConfig, i: int | jax.Array | slice = slice(None)) -> jax.Array | None:

@@ -162,7 +162,7 @@ class Params:
     also holds shapes, shardings or gradients of the weights."""
 
     embed: Any
-    layers: Layers | tuple[Layers, ...] | None  # stacked; unrolled: one Layers for each layer
+    layers: Layers | tuple[Layers, ...] | None  # stacked; unrolled: one Layers for each group
     final_norm: Any
     lm_head: Any  # None: the embedding is also the lm_head
     adapters: Any = None  # as layers, with an Adapter for each adapted matrix and None elsewhere

@@ -77,7 +77,9 @@ def plan_compute(
     processes, T = len(devices) // devices_per_process(devices), cfg.max_length_sample
     sequences = sizes.micro_batch_size * processes // layout.batch_shards  # of the widest row
     prompts = sequences // prompt_share(cfg.num_pre_q, sequences)
-    row_tokens = sum(-(-tokens // LANES) * LANES for tokens in (prompts * S, sequences * T))
+    chunk = CHUNK if model.qwen35 else 1  # as in Limits.widest
+    tokens = [prompts * -(-n // chunk) * chunk for n in (S, sequences // prompts * T)]
+    row_tokens = sum(-(-n // LANES) * LANES for n in tokens)
     impl = choose_attention(cfg.attention_impl, model, platform, mesh.shape["tp"], row_tokens, T)
     training = Compute(
         model,

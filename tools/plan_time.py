@@ -1,7 +1,7 @@
 """How long a step takes on a TPU slice or a GPU that is not here: an estimate, as a range.
 
-The work of a phase is counted, and divided by what a chip does at best and at worst. docs/plan.md
-says what is not counted, and compares published times with the ranges.
+The work of a phase is counted, and divided by what a chip does at best and at worst.
+docs/plan_time.md says what is not counted, and compares measured times with the ranges.
 
 Work is an array [4], of a device: FLOPs, bytes that it reads and writes in its memory, bytes that
 it sends to others, and kernels too small to reach any peak. Lengths are the prompts [P] and the
@@ -143,6 +143,8 @@ def work_of_phases(plan: "Plan", mean: float) -> dict[str, np.ndarray]:
     trained = lengths(sizes.micro_batch_size * plan.processes // training.layout.batch_shards, mean)
     if passes := (cfg.beta > 0) + (sizes.updates_per_step > 1 or cfg.top_entropy_quantile < 1):
         work["logps"] = passes * forward_work(training, trained)
+    if plan.teacher:
+        work["teacher"] = forward_work(plan.teacher, trained)
     # A row takes more sequences if they are shorter.
     micro_steps = cfg.num_mini_batches * np.ceil(sizes.grad_accum_steps * mean / T)
     return work | {"update": cfg.ppo_epochs * update_work(training, trained, micro_steps)}

@@ -301,7 +301,7 @@ def test_the_model_of_text_is_read_from_a_qwen35_and_a_line_names_what_is_left_o
     named = {name.replace("model.", "model.language_model.", 1): x for name, x in source.items()}
     save_file(named | others, folder / "model.safetensors")
     model, _ = hf.read_model(folder, "")
-    note = f"note: MODEL_PATH={folder}: its 1 tensors mtp.*, which predict several tokens, are not"
+    note = f"note: {folder}: its 1 tensors mtp.*, which predict several tokens, are not"
     assert note in capsys.readouterr().out and not model.tied
     target = exported(folder, tmp_path / "text")
     written = tensors_of(target)

@@ -236,6 +236,8 @@ def test_a_teacher_stays_in_memory_and_has_a_program(model: Path, tmp_path: Path
     assert plan.bytes_per_device(weights) == pytest.approx(size, rel=0.01)
     for name, program in alone.items():
         assert judged[name].rest - program.rest == plan.bytes_per_device(weights), name
+    made = plan.make_plan(Config.from_env(env | {"TEACHER_PATH": str(teacher)}), "v6e-8")
+    assert [*work_of_phases(made, 64)] == ["rollout", "teacher", "update"]
 
 
 # ---- The time of a step --------------------------------------------------------------------------

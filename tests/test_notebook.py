@@ -44,7 +44,8 @@ def test_every_file_and_every_setting_that_the_notebook_names_exists() -> None:
     text = "".join("".join(cell["source"]) for cell in BOOK["cells"])
     files = {*re.findall(r"(?:\w+/)*\w[\w.-]*\.(?:py|md|txt|yaml)\b", text)}
     assert {"README.md", "requirements.txt", "docs/plan.md", "train_grpo.py"} < files
-    assert {file for file in files if not (REPO / file).exists()} == {"my_rewards.py"}
+    written = {"my_rewards.py", "demonstrations.json"}
+    assert {file for file in files if not (REPO / file).exists()} <= written
     settings = {*re.findall(r"\b([A-Z][A-Z_]+)=", text)}
     assert {"STEPS", "DTYPE", "LORA_RANK"} < settings <= SETTINGS
 
@@ -121,6 +122,11 @@ def test_the_cells_run_in_their_order_and_train_and_show_the_reports(tmp_path: P
     assert before.endswith(f"\n{APPLES}\n\n{GREEDY}\n\n")
     assert f"weights={folder}/runs/demo/checkpoints/2\n" in after
     assert "DONE: steps=2 " in printed["reward-train"]
+    assert "\nv5e-1: fits, " in printed["pipeline-plan"]
+    assert printed["pipeline-train"].count("DONE: steps=2 ") == 2
+    assert " base=shared int8\n" in printed["pipeline-train"]
+    assert printed["pipeline-ask"].count("reward_correct ") == 2
+    assert f"weights={folder}/runs/adapters/checkpoints/2\n" in printed["pipeline-ask"]
     lines = (folder / "runs" / "near_answer" / "metrics.jsonl").read_text().splitlines()
     means = [json.loads(line).get("train-reward/func/near_answer/mean") for line in lines]
     # The tiny model is wrong in about half of its answers, and most of these are 10 off.

@@ -44,8 +44,7 @@ def test_every_file_and_every_setting_that_the_notebook_names_exists() -> None:
     text = "".join("".join(cell["source"]) for cell in BOOK["cells"])
     files = {*re.findall(r"(?:\w+/)*\w[\w.-]*\.(?:py|md|txt|yaml)\b", text)}
     assert {"README.md", "requirements.txt", "docs/plan.md", "train_grpo.py"} < files
-    written = {"my_rewards.py", "demonstrations.json"}
-    assert {file for file in files if not (REPO / file).exists()} <= written
+    assert {file for file in files if not (REPO / file).exists()} == {"my_rewards.py"}
     settings = {*re.findall(r"\b([A-Z][A-Z_]+)=", text)}
     assert {"STEPS", "DTYPE", "LORA_RANK"} < settings <= SETTINGS
 

@@ -155,7 +155,9 @@ class Config:
     rollout_mesh_shape: str = free_in_rollout(
         "auto", "Rollout mesh: auto, or dp,fsdp,tp; -1: all others.", form=MESH, yaml="mesh_shape"
     )
-    lora_base_copy: bool = free_in_rollout(False, "Sample with a faster copy of LoRA's base.")
+    lora_base_copy: str = free_in_rollout(
+        "auto", "Sample with a faster copy of LoRA's base; auto: on GPUs with room.", choices="0|1"
+    )
     sglang_jax_mem_fraction_static: float = free_in_rollout(
         0.25, "Fraction of each device's free memory for the engine.", above=0, below=1
     )

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 # The longest time for which a chip may read its weights, once for every token. With more chips each
 # one reads less, but they send more to each other.
 READ_SECONDS = 1.25e-3
+# The largest share of a device's memory for weights that are there while a pass samples.
+MEMORY_SHARE = 0.4
 
 
 def plan_compute(
@@ -96,7 +98,7 @@ def plan_compute(
         return training, rollout._replace(model=merged), "; the engine has all devices on tp"
 
     tp, reason = rollout_tp(model, devices, itemsize)
-    auto, shares = (-1, 1, tp), bool(model.lora) and not cfg.lora_base_copy
+    auto, shares = (-1, 1, tp), bool(model.lora) and not copies_base(cfg, training, devices, tp)
     if shares:
         auto, reason = tuple(layout.mesh.shape.values()), "the base is in memory once"
     mesh = make_mesh("ROLLOUT_MESH_SHAPE", cfg.rollout_mesh_shape, devices, auto)
@@ -110,6 +112,21 @@ def plan_compute(
         shares_base=shares,
     )
     return training, rollout, f"; {reason}" if cfg.rollout_mesh_shape == "auto" else ""
+
+
+def copies_base(cfg: "Config", training: Compute, devices: Sequence[jax.Device], tp: int) -> bool:
+    """Whether the rollout has a copy of LoRA's base, which is split over `tp` devices.
+
+    auto: on a GPU, where the scan over the shared base copies every layer for every token, if both
+    bases take at most 40 % of a device's memory.
+    """
+    if cfg.lora_base_copy != "auto":
+        return cfg.lora_base_copy == "1"
+    if devices[0].platform != "gpu" or training.layer_loop != "scan":
+        return False
+    base, axes = params_bytes(training.model, training.dtype.itemsize), training.layout.mesh.shape
+    both = base / (axes["fsdp"] * axes["tp"]) + base / tp
+    return both <= MEMORY_SHARE * usable_memory_bytes(own_device(devices))
 
 
 def raise_if_too_long(max_length_sample: int, model: ModelConfig, longest: int) -> None:
@@ -179,9 +196,8 @@ def rollout_tp(
 
     itemsize: bytes of a weight. heads: 0 if tp need not divide the heads.
     """
-    # The memory of a device can be asked for only in its own process.
-    device = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
-    weights, limit = params_bytes(model, itemsize), 0.4 * usable_memory_bytes(device)
+    device = own_device(devices)
+    weights, limit = params_bytes(model, itemsize), MEMORY_SHARE * usable_memory_bytes(device)
     if (chip := chip_of(device)) and chip in CHIPS.values():
         limit = min(limit, seconds * chip.hbm_gbps * 1e9)
     leaves = jax.tree.leaves(param_table(model))
@@ -191,6 +207,11 @@ def rollout_tp(
     while weights / tp > limit and common % (2 * tp) == 0:
         tp *= 2
     return tp, f"{weights / tp / 1e9:.3g} GB of weights on a device"
+
+
+def own_device(devices: Sequence[jax.Device]) -> jax.Device:
+    """A device of this process, which alone can be asked for its memory, if it has one."""
+    return next((d for d in devices if d.process_index == jax.process_index()), devices[0])
 
 
 # ---- The sizes of a model, and the work of an update ---------------------------------------------

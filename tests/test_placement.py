@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import multihost_utils
@@ -29,6 +30,7 @@ from model.layout import (
     mesh_text,
     shard_batch,
 )
+from model.network import Compute
 from model.params import Lora, ModelConfig, Qwen35, param_table
 from model.placement import (
     choose_attention,
@@ -183,6 +185,34 @@ def test_tensor_parallelism_stays_inside_a_host_and_divides_what_it_splits() -> 
 def test_without_a_tpu_it_is_the_smallest_tp_that_holds_the_weights(limit: int, tp: int) -> None:
     memory = {"bytes_limit": limit} if limit else {}
     assert tp_of(MODEL, "NVIDIA H100 80GB HBM3", **memory) == tp
+
+
+@pytest.mark.parametrize(
+    "kind, remat, setting, copies",
+    [
+        ("NVIDIA H100 80GB HBM3", "full", "auto", True),  # 2 * 15.3 GB of 85.9
+        ("NVIDIA L4", "full", "auto", False),  # of 23.6
+        ("NVIDIA L4", "full", "1", True),
+        ("NVIDIA H100 80GB HBM3", "full", "0", False),
+        ("NVIDIA H100 80GB HBM3", "none", "auto", False),  # whose layers are unrolled in training
+        ("TPU v6 lite", "full", "auto", False),
+    ],
+)
+def test_a_gpu_with_room_copies_the_base_that_it_would_copy_for_every_token(
+    kind: str, remat: str, setting: str, copies: bool
+) -> None:
+    lora = Lora(16, 32.0, ("q_proj",))
+    model = dataclasses.replace(known_config("Qwen/Qwen2.5-7B"), lora=lora)
+    platform = "tpu" if kind.startswith("TPU") else "gpu"
+    there = device(kind, bytes_limit={"NVIDIA L4": 22, "TPU v6 lite": 32}.get(kind, 80) * 2**30)
+    there.platform = platform
+    training = Compute(
+        model,
+        dtype=jnp.dtype("bfloat16"),
+        layout=Layout(make_mesh("MESH_SHAPE", "1,1,1", jax.devices()[:1], (1, 1, 1)), ()),
+        layer_loop=placement.choose_layer_loop(platform, remat),
+    )
+    assert placement.copies_base(Config(lora_base_copy=setting), training, [there], 1) is copies
 
 
 # ---- The work of an update -----------------------------------------------------------------------

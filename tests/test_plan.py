@@ -352,7 +352,10 @@ def state_gib(model: str, name: str, optimizer: str) -> float:
 
 
 def test_the_table_has_a_possible_row_for_each_model_and_slice() -> None:
-    assert [tuple(row[:2]) for row in ROWS] == [(m, s) for m in MODELS for s in DEVICES]
+    qwen35 = [("0.8B", "v5e-1"), ("2B", "v5e-8"), ("4B", "v6e-8")]
+    rows = [(m, s) for m in MODELS for s in DEVICES]
+    rows += [(f"Qwen/Qwen3.5-{size}", s) for size, s in qwen35]
+    assert [tuple(row[:2]) for row in ROWS] == rows
     for model, name, prompts, sequences, other, gib, *_ in ROWS:
         devices, limit = DEVICES[name]
         if prompts == "does not fit":  # it needs more than the chip has even with sgd
@@ -367,7 +370,7 @@ def test_the_table_has_a_possible_row_for_each_model_and_slice() -> None:
 
 
 ADAPTERS = re.findall(
-    r"^\| (Qwen2.5-\d+B) on a (\S+) \| (\d+) \| (\d+) \| .* \| (.*) \|$", DOC, re.M
+    r"^\| (Qwen[\d.]+-\d+B) on a (\S+) \| (\d+) \| (\d+) \| .* \| (.*) \|$", DOC, re.M
 )
 
 
@@ -375,7 +378,7 @@ ADAPTERS = re.findall(
 def test_the_tables_have_the_seconds_that_a_plan_prints() -> None:
     rows = [(row, row[4].strip("`")) for row in ROWS if row[2] != "does not fit"]
     rows += [([f"Qwen/{row[0]}", *row[1:]], "LORA_RANK=16") for row in ADAPTERS]
-    assert len(rows) == 16 + 3
+    assert len(rows) == 19 + 6
     for (model, name, prompts, count, *_, seconds), other in rows:
         text = f"MODEL_PATH={model} {STEP} BATCH_SIZE={prompts} {other}"
         text += f" TRAIN_PER_DEVICE_MICRO_BATCH_SIZE={count}"

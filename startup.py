@@ -29,20 +29,8 @@ from infra import hosts, resume
 from infra.checkpoint import Progress
 from infra.chips import attribute_oom_to, has_bfloat16
 from infra.lifecycle import Lifecycle, evaluation_is_due
-from infra.log import (
-    RUNNING,
-    RunLog,
-    raise_if_not_writable,
-    replace_file,
-)
-from infra.mistakes import (
-    Unwritable,
-    UserMistake,
-    exit_with_mistakes,
-    reading,
-    side_file,
-    writing,
-)
+from infra.log import RUNNING, RunLog, raise_if_not_writable, replace_file
+from infra.mistakes import Unwritable, UserMistake, exit_with_mistakes, reading, side_file, writing
 from infra.reward_worker import RewardWorker, get_worker, imported_files
 from infra.settings import REPO, to_text
 from infra.sizes import Sizes, derive_sizes, prompt_width
@@ -319,9 +307,7 @@ def check_outputs(cfg: Config) -> None:
         open_hub(cfg).open_repository(cfg.push_to_hub, cfg.push_to_hub_private)
 
 
-def open_model(
-    cfg: Config,
-) -> tuple[Path, Path | None, ModelConfig, "PreTrainedTokenizerBase"]:
+def open_model(cfg: Config) -> tuple[Path, Path | None, ModelConfig, "PreTrainedTokenizerBase"]:
     """The folder of the model, the folder of its adapters if MODEL_PATH names adapters, the model
     and its tokenizer. No weight is read. Raises UserMistake."""
     folder, adapters = lora.fetch_base(cfg.model_path, cfg.model_revision)
@@ -640,10 +626,7 @@ def open_log(run: Run, out: Path, progress: Progress) -> RunLog:
     has_work = progress.step < cfg.steps or evaluates
     with hosts.raising_on_all_processes(), writing(f"OUTPUT_DIR={out}", UserMistake):
         log = RunLog(
-            out,
-            steps=cfg.steps,
-            writes=writes,
-            lengths=progress.lengths if has_work else None,
+            out, steps=cfg.steps, writes=writes, lengths=progress.lengths if has_work else None
         )
         if writes:
             text = config.describe(cfg, jax.process_count(), jax.local_device_count())

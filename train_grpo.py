@@ -70,13 +70,7 @@ from rollout import (
 )
 from rows import Batch
 from startup import Run, drift_level, export, start
-from update import (
-    Learner,
-    TrainState,
-    compute_batch_logps_and_entropies,
-    learning_rate,
-    one_update,
-)
+from update import Learner, TrainState, compute_batch_logps_and_entropies, learning_rate, one_update
 
 
 def main(cfg: Config) -> None:

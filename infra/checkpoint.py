@@ -174,10 +174,7 @@ class Checkpoints:
     # ---- Restoring -------------------------------------------------------------------------------
 
     def restore(
-        self,
-        wanted: Any,
-        validate: Callable[[dict[str, Any]], None],
-        step: int | None = None,
+        self, wanted: Any, validate: Callable[[dict[str, Any]], None], step: int | None = None
     ) -> tuple[Any, dict[str, Any]] | None:
         """The arrays and the record of the newest checkpoint that is complete, or None.
 

@@ -113,9 +113,7 @@ def join_processes(init_timeout_s: int) -> None:
     limit = end_after(init_timeout_s, 1, message)
     jax.config.update("jax_enable_preemption_service", False)  # SIGTERM is StopSignal's
     jax.distributed.initialize(
-        **cluster,
-        initialization_timeout=init_timeout_s + 30,
-        heartbeat_timeout_seconds=SILENCE_S,
+        **cluster, initialization_timeout=init_timeout_s + 30, heartbeat_timeout_seconds=SILENCE_S
     )
     limit.cancel()
 

@@ -93,12 +93,7 @@ class RunLog:
     """What the run prints and records. A line that cannot be written ends the run: Unwritable."""
 
     def __init__(
-        self,
-        out: Path,
-        *,
-        steps: int,
-        writes: bool,
-        lengths: Mapping[str, int] | None = None,
+        self, out: Path, *, steps: int, writes: bool, lengths: Mapping[str, int] | None = None
     ) -> None:
         """out: the run's folder, which is made if writes is True, on process 0. lengths: the bytes
         of each of FILES that stay; None: all. Raises OSError if the folder cannot be written.

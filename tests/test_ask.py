@@ -130,10 +130,7 @@ def test_ask_prints_the_greedy_answer_its_rewards_and_what_stdout_does_not_know_
 def test_ask_takes_a_list_of_messages_whose_system_message_replaces_the_default_one(
     tmp_path: Path, cache: Path
 ) -> None:
-    messages = [
-        {"role": "system", "content": SYSTEM_PROMPT},
-        {"role": "user", "content": APPLES},
-    ]
+    messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": APPLES}]
     settings = {"JAX_COMPILATION_CACHE_DIR": str(cache), "OUTPUT_DIR": ""}
     settings |= {"CHAT_TEMPLATE": str(REPO / "docs" / "qwen3_turns.jinja")}
     settings |= {"CHAT_TEMPLATE_KWARGS": '{"enable_thinking": true}'}

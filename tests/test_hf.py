@@ -15,14 +15,7 @@ from jax.sharding import Mesh
 from runs import REPO, environment, few_examples, finish, start_two, train
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
-from small_model import (
-    FAMILIES,
-    LLAMA3,
-    tensors,
-    transformers_logits,
-    write_config,
-    write_folder,
-)
+from small_model import FAMILIES, LLAMA3, tensors, transformers_logits, write_config, write_folder
 
 from config import Config
 from infra.mistakes import UserMistake

@@ -181,11 +181,7 @@ def of_whole() -> dict[str, Adapter]:
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {},
-        {"layer_loop": "unroll", "micro": 4},
-        {"mesh": (2, 2, 2), "remat": "full"},
-    ],
+    [{}, {"layer_loop": "unroll", "micro": 4}, {"mesh": (2, 2, 2), "remat": "full"}],
     ids=str,
 )
 def test_the_gradient_is_that_of_full_training_times_the_other_factor(settings: dict) -> None:

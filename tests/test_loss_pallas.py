@@ -109,8 +109,7 @@ def assert_relative(got: Gradients, expected: Gradients, tolerance: float) -> No
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("impl", ["jax", "pallas"])
 @pytest.mark.parametrize(
-    "n, V, D, temperature",
-    [(1, 1000, 64, 0.6), (7, 17, 896, 1.0), (129, 4099, 64, 0.6)],
+    "n, V, D, temperature", [(1, 1000, 64, 0.6), (7, 17, 896, 1.0), (129, 4099, 64, 0.6)]
 )
 def test_values_and_gradients_are_those_of_numpy(
     n: int, V: int, D: int, temperature: float, impl: str

@@ -181,12 +181,7 @@ def test_a_row_has_at_most_the_places_of_the_longest_sequences_of_a_micro_step(
     ids=["of GSM8K", "long prompts", "short completions"],
 )
 def test_rows_of_real_lengths_are_full_and_have_few_widths(
-    prompts: int,
-    mean: int,
-    longest: int,
-    micro: int,
-    prompt_tokens: tuple[int, int],
-    most: float,
+    prompts: int, mean: int, longest: int, micro: int, prompt_tokens: tuple[int, int], most: float
 ) -> None:
     """8 completions of each prompt, in 40 steps."""
     changes = {"sequences": micro, "completions": 8, "max_length_sample": longest}

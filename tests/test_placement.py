@@ -32,13 +32,7 @@ from model.layout import (
 )
 from model.network import Compute
 from model.params import Lora, ModelConfig, Qwen35, param_table
-from model.placement import (
-    choose_attention,
-    num_params,
-    plan_compute,
-    rollout_tp,
-    update_flops,
-)
+from model.placement import choose_attention, num_params, plan_compute, rollout_tp, update_flops
 from startup import set_up
 from tools.plan import KNOWN_MODELS, known_config
 

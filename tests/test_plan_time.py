@@ -16,13 +16,7 @@ from model.layout import TRAIN_BATCH_AXES, Layout
 from model.network import Compute
 from model.params import ModelConfig
 from tools.plan import known_config
-from tools.plan_time import (
-    estimate_seconds,
-    forward_work,
-    rollout_work,
-    update_work,
-    weight_bytes,
-)
+from tools.plan_time import estimate_seconds, forward_work, rollout_work, update_work, weight_bytes
 
 
 def computing(

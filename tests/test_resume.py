@@ -9,26 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import (
-    Result,
-    assert_same_run,
-    few_examples,
-    finish,
-    metric_records,
-    start_run,
-    wait_for,
-)
+from runs import Result, assert_same_run, few_examples, finish, metric_records, start_run, wait_for
 
 from config import Config
 from infra.checkpoint import Checkpoints, Progress, array_names, raise_if_arrays_differ
 from infra.mistakes import UserMistake
-from infra.resume import (
-    begin_or_resume,
-    describe_changes,
-    open_checkpoints,
-    read_run,
-    write_run,
-)
+from infra.resume import begin_or_resume, describe_changes, open_checkpoints, read_run, write_run
 from infra.reward_worker import imported_files
 from infra.settings import REPO
 from startup import Run, result_fingerprint, set_up
@@ -106,9 +92,7 @@ def test_a_run_without_a_checkpoint_begins_again_and_is_the_same_run(runs: Path)
     assert begun({"SEED": "1"}, out="early", resume="never")[:2] == (0, None)
 
 
-def test_a_fork_needs_an_empty_folder_and_then_goes_on_with_its_own_checkpoints(
-    runs: Path,
-) -> None:
+def test_a_fork_needs_an_empty_folder_and_then_goes_on_with_its_own_checkpoints(runs: Path) -> None:
     source = f"{runs}/a/checkpoints"
     for resume, step in (("a", 4), ("a/checkpoints/2", 2), ("b/../a/", 4), (source, 4)):
         fork = begun(resume=resume)

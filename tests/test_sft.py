@@ -305,12 +305,7 @@ NO_TURN = "f example 1 has no answer of the assistant in 'question', but "
         (chat(PENS), None, "", f"{NO_TURN}[{{'role': 'user'"),
         ("Why?", None, "", f"{NO_TURN}'Why?'; set QUESTION_COLUMN to a column of conversations"),
         (None, None, "", f"{NO_TURN}None; set QUESTION_COLUMN"),
-        (
-            "Why?",
-            "",
-            "",
-            "f example 1 has no answer of the assistant in 'completion', but ''; set",
-        ),
+        ("Why?", "", "", "f example 1 has no answer of the assistant in 'completion', but ''; set"),
         (None, SHORT, "", "f example 1 has no text in 'question', but None; write it as text"),
         (chat(PENS, SHORT)[1:], None, "", f"{NO_TURN}[{{'role': 'assistant'"),
         ([{"role": "system", "content": "Hi."}, *chat(PENS, SHORT)[1:]], None, "", NO_TURN),

@@ -179,9 +179,7 @@ def test_fewer_than_ten_steps_are_only_asked_for_bad_updates_and_a_sampler_that_
 
 
 @pytest.mark.parametrize("missing", [None, NAN], ids=["null", "nan"])
-def test_values_that_are_missing_raise_no_alarm_but_for_the_accuracy(
-    missing: float | None,
-) -> None:
+def test_values_that_are_missing_raise_no_alarm_but_for_the_accuracy(missing: float | None) -> None:
     for name in (ENTROPY, ZERO, CUT, DRIFT):
         assert names(history({name: missing}, n=60, evals=ROSE)) == [], name
     values = dict.fromkeys(HEALTHY, missing) | FINITE  # else an update was not finite

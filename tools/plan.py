@@ -49,15 +49,7 @@ from model.next_token import Sampling, support_size
 from model.params import Gemma3, ModelConfig, Qwen35, abstract_params, combine_params
 from model.placement import num_params, plan_compute, raise_if_too_long, rollout_mesh_text
 from rows import Batch, MicroBatch, Widths, pack
-from sampling import (
-    Stopping,
-    begin,
-    decode,
-    drop_sequences,
-    prefill,
-    smaller_batches,
-    sync_weights,
-)
+from sampling import Stopping, begin, decode, drop_sequences, prefill, smaller_batches, sync_weights
 from startup import (
     eval_sampling_of,
     learner_of,

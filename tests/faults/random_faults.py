@@ -213,11 +213,7 @@ class Totals(NamedTuple):
 
 
 def run_to_its_end(
-    out: Path,
-    env: dict[str, str],
-    processes: int,
-    faults: Iterator[Fault],
-    totals: Totals,
+    out: Path, env: dict[str, str], processes: int, faults: Iterator[Fault], totals: Totals
 ) -> list[str]:
     """Starts a run again and again until all its steps are done, or a start without faults fails;
     returns what was wrong."""

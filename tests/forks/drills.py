@@ -147,14 +147,7 @@ FROZEN_EMBEDDING = Drill(
         ),
     ),
 )
-DRILLS = (
-    BUILT_IN_REWARD,
-    DR_GRPO,
-    COUNTDOWN,
-    SCHEDULE,
-    SETTING,
-    FROZEN_EMBEDDING,
-)
+DRILLS = (BUILT_IN_REWARD, DR_GRPO, COUNTDOWN, SCHEDULE, SETTING, FROZEN_EMBEDDING)
 
 
 def edited(drill: Drill, root: Path = REPO) -> dict[str, str]:

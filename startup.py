@@ -30,7 +30,14 @@ from infra.checkpoint import Progress
 from infra.chips import attribute_oom_to, has_bfloat16
 from infra.lifecycle import Lifecycle, evaluation_is_due
 from infra.log import RUNNING, RunLog, raise_if_not_writable, replace_file
-from infra.mistakes import Unwritable, UserMistake, exit_with_mistakes, reading, side_file, writing
+from infra.mistakes import (
+    Unwritable,
+    UserMistake,
+    exit_with_mistakes,
+    import_side_file,
+    reading,
+    writing,
+)
 from infra.reward_worker import RewardWorker, get_worker, imported_files
 from infra.settings import REPO, to_text
 from infra.sizes import Sizes, derive_sizes, prompt_width
@@ -467,13 +474,12 @@ def open_environments(
     source = cfg.environment_class
     if not source:
         return None
-    with side_file("extras/turns.py", f"ENVIRONMENT_CLASS={source}"):
-        from extras.turns import Environments
+    turns = import_side_file("extras.turns", f"ENVIRONMENT_CLASS={source}")
     file, _, name = source.rpartition(":")
     if not (file.endswith(".py") and name.isidentifier()):
         raise UserMistake(f"ENVIRONMENT_CLASS={source} is not file.py:Class")
     worker = get_worker("ENVIRONMENT_CLASS", source, cfg.reward_timeout_s, workers)
-    environments = Environments(source, worker, chat_format, stop_ids, cfg.seed)
+    environments = turns.Environments(source, worker, chat_format, stop_ids, cfg.seed)
     if not environments.has_reward and not cfg.reward_fn:
         raise UserMistake(
             f"ENVIRONMENT_CLASS={source} has no get_reward(self); write one, or set REWARD_FN"
@@ -489,10 +495,7 @@ def make_backend(run: Run) -> Backend:
 
 
 def open_sglang() -> ModuleType:
-    """The module of ROLLOUT_BACKEND=sglang_jax. Raises UserMistake if its file is missing."""
-    with side_file("extras/sglang.py", "ROLLOUT_BACKEND=sglang_jax"):
-        import extras.sglang
-    return extras.sglang
+    return import_side_file("extras.sglang", "ROLLOUT_BACKEND=sglang_jax")
 
 
 def with_kernel(cfg: Config, compute: Compute, device: jax.Device) -> Compute:
@@ -500,13 +503,12 @@ def with_kernel(cfg: Config, compute: Compute, device: jax.Device) -> Compute:
     the model is too wide for the kernel."""
     if cfg.policy_loss_impl == "jax":
         return compute
-    with side_file("loss_pallas.py", f"POLICY_LOSS_IMPL={cfg.policy_loss_impl}"):
-        from loss_pallas import Kernel, block_sizes
+    loss_pallas = import_side_file("loss_pallas", f"POLICY_LOSS_IMPL={cfg.policy_loss_impl}")
     try:
-        block_sizes(compute.model.hidden_size, 2, device.device_kind)
+        loss_pallas.block_sizes(compute.model.hidden_size, 2, device.device_kind)
     except ValueError as error:  # loss_pallas.py imports no UserMistake
         raise UserMistake(str(error)) from None
-    return compute._replace(logps_kernel=Kernel(device.device_kind))
+    return compute._replace(logps_kernel=loss_pallas.Kernel(device.device_kind))
 
 
 def with_teacher(run: Run) -> Run:
@@ -523,46 +525,37 @@ def with_teacher(run: Run) -> Run:
 
 
 def open_teacher(cfg: Config) -> ModuleType:
-    """The module of TEACHER_PATH. Raises UserMistake if its file is missing."""
-    with side_file("extras/teacher.py", f"TEACHER_PATH={cfg.teacher_path}"):
-        import extras.teacher
-    return extras.teacher
+    return import_side_file("extras.teacher", f"TEACHER_PATH={cfg.teacher_path}")
 
 
 def open_reviewer(out: Path, log: RunLog) -> "Reviewer | None":
     """The writer of a run's summary and report. Without extras/report.py it is None, and a line of
     the log says so."""
     try:
-        with side_file("extras/report.py", "report.html"):
-            from extras.report import Reviewer
+        return import_side_file("extras.report", "report.html").Reviewer(out, log)
     except UserMistake:
         log.print_line("note: without extras/report.py the run has no report and no verdict")
         return None
-    return Reviewer(out, log)
 
 
 def open_trackers(cfg: Config) -> ModuleType | None:
     """The module of the trackers, or None if the run has none. Raises UserMistake if its file is
     missing, or a tracker that a setting asks for cannot work. A key of W&B alone ends no run."""
-    file, mode, is_set = "extras/trackers.py", cfg.wandb_mode, cfg.report_to or cfg.wandb_mode
+    mode, is_set = cfg.wandb_mode, cfg.report_to or cfg.wandb_mode
     if not cfg.report_to and (mode == "disabled" or not (mode or os.environ.get("WANDB_API_KEY"))):
         return None
-    if not is_set and not (REPO / file).is_file():
-        print(f"note: without {file} W&B gets no records", flush=True)
+    if not is_set and not (REPO / "extras/trackers.py").is_file():
+        print("note: without extras/trackers.py W&B gets no records", flush=True)
         return None
     setting = f"REPORT_TO={cfg.report_to}" if cfg.report_to else f"WANDB_MODE={mode}"
-    with side_file(file, setting):
-        import extras.trackers
+    trackers = import_side_file("extras.trackers", setting)
     if is_set:
-        extras.trackers.raise_if_unusable(cfg.report_to or "wandb", setting, mode)
-    return extras.trackers
+        trackers.raise_if_unusable(cfg.report_to or "wandb", setting, mode)
+    return trackers
 
 
 def open_hub(cfg: Config) -> ModuleType:
-    """The module of PUSH_TO_HUB. Raises UserMistake if its file is missing."""
-    with side_file("extras/hub.py", f"PUSH_TO_HUB={cfg.push_to_hub}"):
-        import extras.hub
-    return extras.hub
+    return import_side_file("extras.hub", f"PUSH_TO_HUB={cfg.push_to_hub}")
 
 
 # ---- Settings as the modules take them -----------------------------------------------------------

@@ -47,7 +47,7 @@ from infra.chips import exit_on_oom
 from infra.hosts import exiting_on_error
 from infra.lifecycle import evaluation_is_due
 from infra.log import Clock
-from infra.mistakes import UserMistake, exit_with_mistakes, side_file
+from infra.mistakes import UserMistake, exit_with_mistakes, import_side_file
 from loss import group_advantages, top_entropy_mask
 from metrics import (
     PHASES,
@@ -250,17 +250,14 @@ if __name__ == "__main__":
             way = "for GRPO after it set MODEL_PATH to its export, and another OUTPUT_DIR"
             raise UserMistake(f"LOSS_TYPE=sft needs train_sft.py; {way}")
         if FLAGS.plan:
-            with side_file("tools/plan.py", "--plan"):
-                from tools.plan import plan_and_exit
-            plan_and_exit(CFG, FLAGS)
+            import_side_file("tools.plan", "--plan").plan_and_exit(CFG, FLAGS)
         if answers := FLAGS.eval_only or FLAGS.ask:
-            with side_file("tools/ask.py", "--eval-only" if FLAGS.eval_only else "--ask"):
-                from tools.ask import answer_command
+            ask = import_side_file("tools.ask", "--eval-only" if FLAGS.eval_only else "--ask")
     except UserMistake as error:
         exit_with_mistakes(error)
     print(*LINES, sep="\n", flush=True)
     with exiting_on_error(), exit_on_oom(CFG):
         if answers:
-            answer_command(CFG, FLAGS)
+            ask.answer_command(CFG, FLAGS)
         else:
             main(CFG)

@@ -70,7 +70,7 @@ from infra.chips import exit_on_oom, memory_peaks
 from infra.hosts import exiting_on_error
 from infra.lifecycle import evaluation_is_due
 from infra.log import Clock, RunLog
-from infra.mistakes import UserMistake, exit_with_mistakes, side_file
+from infra.mistakes import UserMistake, exit_with_mistakes, import_side_file
 from metrics import nonfinite_metric, shorten, visible
 from model.params import Params, combine_params
 from rows import Batch
@@ -205,9 +205,7 @@ if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")  # it may lack a model's characters
     try:
         if FLAGS.plan:
-            with side_file("tools/plan.py", "--plan"):
-                from tools.plan import plan_and_exit
-            plan_and_exit(CFG, FLAGS)
+            import_side_file("tools.plan", "--plan").plan_and_exit(CFG, FLAGS)
         if FLAGS.eval_only or FLAGS.ask:
             way = "set MODEL_PATH to the export for it, and choose another OUTPUT_DIR"
             raise UserMistake(f"--ask and --eval-only are of train_grpo.py; {way}")

@@ -5,8 +5,10 @@ Imports neither jax nor flax.
 
 import contextlib
 import difflib
+import importlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import NoReturn
 
 
@@ -54,23 +56,21 @@ def reading(mistake: str) -> Iterator[None]:
         raise UserMistake(f"{mistake}: {in_one_line(error)}") from None
 
 
-@contextlib.contextmanager
-def side_file(file: str, setting: str) -> Iterator[None]:
-    """Names the setting that needs a side-file if the import within this context does not find it.
+def import_side_file(module: str, setting: str) -> ModuleType:
+    """The module of a side-file, such as "extras.turns". setting: the setting or the flag that
+    needs it, with its value.
 
-    file: its path from the project's folder, such as "extras/turns.py". setting: its name and its
-    value. Raises UserMistake if the file or its folder is missing. All other errors of the import,
-    such as a package that the side-file needs and does not find, pass through unchanged.
+    Raises UserMistake if the file or its folder is missing. All other errors of the import, such as
+    a package that the side-file needs and does not find, pass through unchanged.
     """
-    module = file.removesuffix(".py").replace("/", ".")
     try:
-        yield
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if not f"{module}.".startswith(f"{error.name}."):  # neither the module nor its folder
             raise
         raise UserMistake(
-            f"{setting} needs {file}, which is not in this folder; restore it, or leave "
-            f"{setting.partition('=')[0]} out"
+            f"{setting} needs {module.replace('.', '/')}.py, which is not in this folder; restore "
+            f"it, or leave {setting.partition('=')[0]} out"
         ) from None
 
 

@@ -267,13 +267,9 @@ def _qkv(
 ) -> tuple[jax.Array, KV, jax.Array | None]:
     """Rotated queries [X, t, H, h], the KV, and in Qwen3.5 the gate [X, t, H, h] of attention, of
     the input [X*t, D] of a layer."""
-    model, layout = compute.model, compute.layout
+    model, layout, base = compute.model, compute.layout, w.base
     X, t = rotary[0].shape[:2]
-    base = w.base
     y = _rms_norm(x, base.attn_norm, model)
-
-    def normed(z: jax.Array, scale: jax.Array | None) -> jax.Array:
-        return z if scale is None else _rms_norm(z, scale, model)
 
     def heads(name: str, bias: jax.Array | None, count: int) -> jax.Array:
         z = w.linear(y, name, model.lora)
@@ -286,8 +282,9 @@ def _qkv(
     q, gate = heads("wq", base.bq, model.num_heads), None
     if model.qwen35:  # the gate follows the queries in each head
         q, gate = jnp.split(q, 2, axis=-1)
-    q = _rotate(normed(q, base.q_norm), rotary, model.query_multiplier)
-    k = _rotate(normed(heads("wk", base.bk, model.num_kv_heads), base.k_norm), rotary)
+    q = _rotate(_rms_norm(q, base.q_norm, model), rotary, model.query_multiplier)
+    k = heads("wk", base.bk, model.num_kv_heads)
+    k = _rotate(_rms_norm(k, base.k_norm, model), rotary)
     v = heads("wv", base.bv, model.num_kv_heads)
     return q, KV(k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)), gate
 
@@ -300,9 +297,9 @@ def _after_attention(
     layout, model, lora = compute.layout, compute.model, compute.model.lora
 
     def scaled(y: jax.Array, scale: jax.Array | None) -> jax.Array:
-        y = y if scale is None else _rms_norm(y, scale, model)
+        y = _rms_norm(y, scale, model).astype(jnp.float32)
         # bfloat16 would make 0.2197 of Granite's 0.22.
-        return (y.astype(jnp.float32) * model.residual_multiplier).astype(y.dtype)
+        return (y * model.residual_multiplier).astype(x.dtype)
 
     if gate is not None:
         out = out * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(out.dtype).reshape(out.shape)
@@ -322,7 +319,9 @@ def _activation(x: jax.Array, model: ModelConfig) -> jax.Array:
     return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
 
 
-def _rms_norm(x: jax.Array, scale: jax.Array, model: ModelConfig) -> jax.Array:
+def _rms_norm(x: jax.Array, scale: jax.Array | None, model: ModelConfig) -> jax.Array:
+    if scale is None:  # the model does not have this norm
+        return x
     x32 = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + model.rms_norm_eps)
     if model.gemma3 or model.qwen35:  # The scale is rounded first, as in the copy of the rollout.

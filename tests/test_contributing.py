@@ -83,7 +83,8 @@ def code() -> dict[str, Path]:
 
 
 def imported(file: Path) -> set[str]:
-    """The modules of this project that a file imports, but for annotations alone."""
+    """The modules of this project that a file imports, also by import_side_file, but not those
+    that only annotations need."""
     nodes = [*ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
     ifs = [node for node in nodes if isinstance(node, ast.If)]
     for_types = [node for node in ifs if ast.unparse(node.test) == "TYPE_CHECKING"]
@@ -93,6 +94,8 @@ def imported(file: Path) -> set[str]:
         if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in left_out:
             from_module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             names |= {from_module + alias.name for alias in node.names} | {from_module[:-1]}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "import_side_file":
+            names.add(node.args[0].value)
     return names & code().keys()
 
 

@@ -4,7 +4,6 @@ The tests of each module have the mistakes in its files; here are those that onl
 the line about a side-file that was deleted.
 """
 
-import importlib
 import json
 import shutil
 from pathlib import Path
@@ -16,7 +15,7 @@ from small_model import FAMILIES, tensors, write_config
 
 import data
 from config import Config
-from infra.mistakes import UserMistake, reading, side_file
+from infra.mistakes import UserMistake, import_side_file, reading
 from model import hf
 from startup import set_up
 
@@ -209,9 +208,8 @@ def test_only_a_side_file_that_is_missing_is_a_mistake_of_the_setting_that_needs
     if text:
         (tmp_path / file).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    module = file.removesuffix(".py").replace("/", ".")
-    with pytest.raises(kind) as error, side_file(file, "ENVIRONMENT_CLASS=x"):
-        importlib.import_module(module)
+    with pytest.raises(kind) as error:
+        import_side_file(file.removesuffix(".py").replace("/", "."), "ENVIRONMENT_CLASS=x")
     assert type(error.value) is kind
     line = f"ENVIRONMENT_CLASS=x needs {file}, which is not in this folder; "
     line += "restore it, or leave ENVIRONMENT_CLASS out"

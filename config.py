@@ -299,11 +299,9 @@ class Config:
         return read_layers(env, config_file)[0]
 
     def evaluates(self) -> bool:
-        """Whether the run evaluates the model at all."""
         return self.eval_every_steps > 0 or self.eval_full_sweep
 
     def turns(self) -> int:
-        """The most turns of the policy in a completion."""
         return self.max_turns or (DEFAULT_TURNS if self.environment_class else 1)
 
     def template_kwargs(self) -> dict[str, Any]:
@@ -329,7 +327,6 @@ class Config:
         return not needs_all and self.top_entropy_quantile == 1
 
     def filters(self) -> bool:
-        """Whether the sampler restricts the tokens that it can draw."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     def replays(self) -> bool:

@@ -402,7 +402,6 @@ class ChatFormat(NamedTuple):
 
 
 def has_system_message(example: Example) -> bool:
-    """Returns whether the question is a list of messages that begins with a system message."""
     messages = example.get("prompts")
     return bool(messages) and messages[0]["role"] == "system"
 
@@ -587,5 +586,4 @@ def batch_indices(
 
 @functools.lru_cache(maxsize=2)
 def _order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
-    """Returns [num_examples] int64, a permutation of the examples."""
     return np.random.default_rng((seed, int(epoch))).permutation(num_examples)

@@ -338,7 +338,6 @@ def _pack(*columns: jax.Array) -> jax.Array:
 
 
 def _unpack(packed: jax.Array) -> list[jax.Array]:
-    """The columns [tokens, 1] of [tokens, COLUMNS]."""
     return [packed[:, i : i + 1] for i in range(COLUMNS)]
 
 
@@ -390,7 +389,6 @@ def _block(call: Call, hidden: jax.Array) -> int:
 
 
 def _settings(call: Call, *semantics: Literal["parallel", "arbitrary"]) -> dict[str, Any]:
-    """Arguments of pallas_call. semantics: of the dimensions of its grid."""
     limit = _vmem_and_cores(call.kernel.device_kind)[0]
     params = pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=limit)
     return {"compiler_params": params, "interpret": call.kernel.interpret}

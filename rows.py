@@ -78,11 +78,9 @@ class Batch(NamedTuple):
     cut_tokens: np.ndarray | None = None  # [B] int32, tokens whose support was cut to U ids
 
     def completions_per_prompt(self) -> int:
-        """K."""
         return len(self.lengths) // len(self.prompts)
 
     def prompt_of(self, sequence: int) -> int:
-        """The index of the sequence's prompt."""
         return sequence * len(self.prompts) // len(self.lengths)
 
     def prompt_lengths(self) -> np.ndarray:
@@ -95,11 +93,9 @@ class Batch(NamedTuple):
         return len(self.prompts[prompt].ids) - 1
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """{name: array} of the arrays that are not None."""
         return {name: x for name, x in self._asdict().items() if isinstance(x, np.ndarray)}
 
     def select_groups(self, indices: np.ndarray) -> "Batch":
-        """The groups with these indices, in this order."""
         K = self.completions_per_prompt()
         sequences = (indices[:, None] * K + np.arange(K)).reshape(-1)
         arrays = {name: x[sequences] for name, x in self.arrays().items()}
@@ -251,7 +247,6 @@ def round_up(n: int, step: int) -> int:
 
 
 def next_multiple(n: int, step: int) -> int:
-    """The smallest multiple of `step` that is at least `n`."""
     return math.ceil(n / step) * step
 
 
@@ -261,7 +256,6 @@ def prompt_places(batch: Batch, prompt: int, widths: Widths) -> int:
 
 
 def prompts_of(batch: Batch, row: Sequence[int]) -> list[int]:
-    """The indices of the prompts of a row, in the order in which the row holds them."""
     return sorted({batch.prompt_of(i) for i in row})
 
 

@@ -258,7 +258,6 @@ class Decoding(NamedTuple):
     completion: Any  # KV of the B completions
 
     def width(self) -> int:
-        """The number of tokens for which the caches of the completions have room."""
         return jax.tree.leaves(self.completion)[0].shape[-1]
 
 
@@ -410,7 +409,6 @@ def drop_sequences(
 
 @functools.partial(jax.jit, static_argnames=("end",))
 def widen(decoding: Decoding, *, end: int) -> Decoding:
-    """The Decoding with room for `end` tokens in its caches."""
     return decoding._replace(completion=map_kv(lambda kv: kv.widen(end), decoding.completion))
 
 

@@ -562,7 +562,6 @@ def open_hub(cfg: Config) -> ModuleType:
 
 
 def sampling_of(cfg: Config) -> Sampling:
-    """The settings of sampling in training steps."""
     return Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, replay=cfg.replays())
 
 

@@ -335,7 +335,6 @@ def computed_sequences(batch: Batch, skips_zero_advantages: bool) -> np.ndarray:
 
 
 def pack_to_devices(learner: Learner, batch: Batch, sequences: np.ndarray) -> list[MicroBatch]:
-    """The micro-batches with these sequences of the batch, all of them on the devices."""
     micro_batches = []
     rows_of_micro_steps, widths = plan_rows(batch, sequences, learner.limits)
     for rows in rows_of_micro_steps:

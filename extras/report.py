@@ -76,7 +76,6 @@ def read_history(out: Path) -> History:
 
 
 def records_with(records: Sequence[Record], name: str) -> list[Record]:
-    """The records in which this metric has a value."""
     return [record for record in records if record.get(name) is not None]
 
 
@@ -216,7 +215,6 @@ def values_of(records: Sequence[Record], name: str) -> np.ndarray:
 
 
 def mean_over(records: Sequence[Record], name: str) -> float:
-    """The mean of a metric as the rules see it, without missing values."""
     return mean_without_nan(values_of(records, name))
 
 
@@ -390,7 +388,6 @@ def read_answers(folder: Path) -> dict[str, dict[int, Record]]:
 
 
 def read_groups(folder: Path) -> dict[int, Record]:
-    """{step: its first group of completions} at the start, in the middle and at the end."""
     groups: dict[int, Record] = {}
     for entry in read_lines(folder / "samples.jsonl"):
         groups.setdefault(entry["step"], entry)
@@ -398,7 +395,6 @@ def read_groups(folder: Path) -> dict[int, Record]:
 
 
 def first_middle_last(steps: Collection[int]) -> list[int]:
-    """The first, the middle and the last of the steps, each once."""
     steps = sorted(steps)
     return sorted({steps[i] for i in (0, len(steps) // 2, -1)}) if steps else []
 

@@ -268,7 +268,6 @@ def raise_if_arrays_differ(wanted: Any, record: Mapping[str, Any], part: bool = 
 
 
 def checksums_by_name(arrays: Any) -> dict[str, int]:
-    """The checksum of each array, by its name."""
     sums = jax.device_get(jax.tree.leaves(checksums(arrays)))
     return dict(zip(array_names(arrays), map(int, sums), strict=True))
 
@@ -292,5 +291,4 @@ def checksums(arrays: Any) -> Any:
 
 
 def record_digest(record: dict[str, Any]) -> str:
-    """The SHA-256 of the values of a record."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()

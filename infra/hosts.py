@@ -187,7 +187,6 @@ def gather_texts(text: str) -> list[str]:
 
 
 def code_digest(root: Path) -> str:
-    """A digest of the code with which a run computes. root: the project's folder."""
     folders = (".", "model", "infra", "extras")
     files = [file for folder in folders for file in root.glob(f"{folder}/*.py")]
     return short_digest(b"".join(file.read_bytes() for file in sorted(files)))
@@ -215,12 +214,10 @@ def package_versions() -> dict[str, str]:
 
 
 def short_digest(content: bytes) -> str:
-    """The first 12 digits of the SHA-256."""
     return hashlib.sha256(content).hexdigest()[:12]
 
 
 def json_digest(values: Sequence[Any]) -> str:
-    """The digest of values as JSON; those that JSON does not know enter it as texts."""
     return short_digest(json.dumps(values, default=str).encode())
 
 
@@ -284,7 +281,6 @@ class StopSignal:
 
 
 def _next_signal(pipe: int) -> int:
-    """Waits for the next of STOP_SIGNALS, and skips other signals."""
     while (number := os.read(pipe, 1)[0]) not in STOP_SIGNALS:
         pass
     return number

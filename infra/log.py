@@ -48,7 +48,6 @@ class Clock:
         self._compiled_before = len(compile_seconds())
 
     def compiled(self) -> list[float]:
-        """The seconds of each program that jax compiled since the clock was made."""
         return compile_seconds()[self._compiled_before :]
 
     def lap(self, phase: str) -> None:
@@ -58,7 +57,6 @@ class Clock:
         self._last = now
 
     def total(self) -> float:
-        """Seconds since the clock was made."""
         return time.perf_counter() - self.started
 
 
@@ -257,6 +255,5 @@ def metric_values(records: Sequence[dict[str, Any]], name: str) -> np.ndarray:
 
 
 def mean_without_nan(values: np.ndarray) -> float:
-    """The mean of the values that are not NaN; NaN if there are none."""
     values = values[~np.isnan(values)]
     return float(values.mean()) if values.size else math.nan

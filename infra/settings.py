@@ -114,10 +114,6 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def read_env(env: Mapping[str, str], config: type, mistakes: list[str]) -> dict[str, Any]:
-    """The settings in the environment, {attribute: value}; adds lines to `mistakes`.
-
-    config: a dataclass whose fields are made by `knob`.
-    """
     fields = {field.name.upper(): field for field in dataclasses.fields(config)}
     return parse_settings(dict(sorted(env.items())), fields, "", mistakes)
 

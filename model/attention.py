@@ -56,7 +56,6 @@ class KV(NamedTuple):
 
 
 def map_kv(change: Callable[[KV], KV], kvs: Any) -> Any:
-    """`change` of a stacked KV, or of each KV of a tuple of layers."""
     return jax.tree.map(change, kvs, is_leaf=lambda x: isinstance(x, KV))
 
 

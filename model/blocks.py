@@ -28,7 +28,6 @@ BLOCK = {"cpu": 64, "others": 512}
 
 
 def block_attention(q: jax.Array, kv: KV, rows: PackedRows, layout: Layout) -> jax.Array:
-    """As `attention`."""
     q = q * q.shape[-1] ** -0.5
     return on_each_device(functools.partial(_blocks_shard, rows.S, layout), q, kv, rows, layout)
 

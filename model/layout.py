@@ -37,7 +37,6 @@ class Layout(NamedTuple):
 
     @property
     def batch_shards(self) -> int:
-        """The number of parts into which the batch is split."""
         return math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
 
 
@@ -70,12 +69,10 @@ def make_mesh(
 
 
 def devices_per_process(devices: Sequence[jax.Device]) -> int:
-    """The number of devices of one process; every process has the same number."""
     return sum(d.process_index == devices[0].process_index for d in devices)
 
 
 def mesh_text(mesh: Mesh) -> str:
-    """The sizes of the mesh as MESH_SHAPE writes them, such as "1,4,2"."""
     return ",".join(str(size) for size in mesh.shape.values())
 
 
@@ -135,7 +132,6 @@ def gather_to_host(x: jax.Array) -> np.ndarray:
 
 
 def constrain(x: jax.Array, layout: Layout, *axes: Axis) -> jax.Array:
-    """x with its dimensions split over these mesh axes, as in a PartitionSpec."""
     return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, PartitionSpec(*axes)))
 
 

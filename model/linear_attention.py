@@ -63,7 +63,6 @@ def _decay_and_beta(a: jax.Array, b: jax.Array, w: Layers) -> tuple[jax.Array, j
 
 
 def _split_channels(x: jax.Array, sizes: Qwen35, axis: int = -1) -> list[jax.Array]:
-    """The channels of queries, keys and values."""
     width = sizes.key_heads * sizes.key_dim
     return jnp.split(x, [width, 2 * width], axis=axis)
 

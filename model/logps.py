@@ -144,7 +144,6 @@ def _number_of_tiles(height: int, logits_bytes: int) -> int:
 
 
 def _constrain(x: jax.Array, mesh: Mesh | None, *axes: Any) -> jax.Array:
-    """x with its dimensions split over these mesh axes."""
     if mesh is None:
         return x
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*axes)))

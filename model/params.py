@@ -215,7 +215,6 @@ def param_table(model: ModelConfig, layer_loop: str = "scan") -> Params:
 
 
 def _in_int8(leaf: Leaf) -> Leaf:
-    """The leaf of a matrix as an Int8; those of other weights, and of gates, stay as they are."""
     is_gate = "in_proj_a." in leaf.name or "in_proj_b." in leaf.name
     return dataclasses.replace(leaf, int8=leaf.kind == "matrix" and not is_gate)
 
@@ -356,7 +355,6 @@ def abstract_array(leaf: Leaf, mesh: Mesh, dtype: DTypeLike) -> Any:
 
 
 def param_shardings(model: ModelConfig, mesh: Mesh, layer_loop: str = "scan") -> Params:
-    """A Params with the NamedSharding of every weight."""
     shapes = abstract_params(model, mesh, jnp.float32, layer_loop)
     return jax.tree.map(lambda shape: shape.sharding, shapes)
 
@@ -428,7 +426,6 @@ def is_unrolled(part: Any) -> bool:
 
 
 def lm_head(params: Params) -> jax.Array:
-    """The output embedding [V, D]."""
     return params.embed if params.lm_head is None else params.lm_head
 
 

@@ -218,7 +218,6 @@ def own_device(devices: Sequence[jax.Device]) -> jax.Device:
 
 
 def num_params(model: ModelConfig) -> int:
-    """The number of weights, adapters included."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_table(model)))
 
 

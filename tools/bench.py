@@ -189,7 +189,6 @@ def measurements(records: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def setting(text: str) -> tuple[str, str]:
-    """The name and the value of NAME=VALUE."""
     name, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, such as REMAT=none")

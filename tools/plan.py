@@ -214,7 +214,6 @@ def print_sizes(plan: Plan, slice_name: str) -> None:
 
 
 def columns(memory: Memory, limit: float) -> str:
-    """The memory of a program in GiB, and whether it fits, as columns of the table."""
     numbers = " | ".join(f"{x / GIB:.2f}" for x in (*memory, memory.total))
     fits = "yes" if memory.total <= 0.95 * limit else "barely"
     return f"{numbers} | {fits if memory.total <= limit else 'NO'}"
@@ -258,7 +257,6 @@ def engine_memory(plan: Plan, limit: float, rest: int) -> Memory:
 
 
 def bytes_per_device(tree: Any) -> int:
-    """The bytes per device of the arrays among the leaves."""
     arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.ShapeDtypeStruct)]
     shapes = [x.sharding.shard_shape(x.shape) if x.sharding else x.shape for x in arrays]
     sizes = [math.prod(shape) for shape in shapes]
@@ -334,7 +332,6 @@ Axes = str | tuple[str, ...] | None  # the mesh axis or axes that split a dimens
 def array(
     mesh: Mesh, shape: tuple[int, ...], dtype: DTypeLike, *axes: Axes
 ) -> jax.ShapeDtypeStruct:
-    """The shape of an array on a mesh. axes: of each dimension, from the first on."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
 
 
@@ -430,7 +427,6 @@ def rollout_programs(
     copies = sequences // prompt_share(K, sequences // shards)
 
     def on_mesh(tree: Any, *axes: Axes) -> Any:
-        """The arrays of the tree on the mesh; a scalar is on every device."""
         return jax.tree.map(lambda x: array(mesh, x.shape, x.dtype, *axes[: x.ndim]), tree)
 
     weights = abstract_params(rollout.model, mesh, rollout.dtype, rollout.layer_loop)

@@ -376,8 +376,8 @@ def contradictions(cfg: Config) -> Iterator[str]:
     """A line for each combination of settings that contradict each other."""
     compares = cfg.adv_estimator != "reinforce" and cfg.loss_type != "sft"
     if cfg.num_pre_q == 1 and cfg.steps and compares and not cfg.ignores_rewards():
-        why = f"NUM_PRE_Q=1 makes every advantage of ADV_ESTIMATOR={cfg.adv_estimator} 0"
-        yield f"{why}; set at least 2, or ADV_ESTIMATOR=reinforce"
+        reason = f"NUM_PRE_Q=1 makes every advantage of ADV_ESTIMATOR={cfg.adv_estimator} 0"
+        yield f"{reason}; set at least 2, or ADV_ESTIMATOR=reinforce"
     if cfg.dynamic_sampling and cfg.adv_estimator == "reinforce":
         yield "DYNAMIC_SAMPLING=1 drops groups that ADV_ESTIMATOR=reinforce can use; leave it out"
     if cfg.dynamic_sampling and cfg.ignores_rewards():
@@ -385,8 +385,8 @@ def contradictions(cfg: Config) -> Iterator[str]:
     if cfg.ignores_rewards() and cfg.distill_coef == 0:
         yield "DISTILL_COEF=0 and REWARD_COEF=0 leave nothing to learn; set one of them"
     if cfg.teacher_path and cfg.off_policy_mask_threshold:
-        why = "needs one advantage for a completion, and TEACHER_PATH gives one to each token"
-        yield f"OFF_POLICY_MASK_THRESHOLD={cfg.off_policy_mask_threshold} {why}; leave one out"
+        reason = "needs one advantage for a completion, and TEACHER_PATH gives one to each token"
+        yield f"OFF_POLICY_MASK_THRESHOLD={cfg.off_policy_mask_threshold} {reason}; leave one out"
     if cfg.loss_type == "cispo" and cfg.eps_high < 1:
         yield f"EPS_HIGH={cfg.eps_high} caps every ratio of LOSS_TYPE=cispo below 1; set EPS_HIGH=5"
     clips_ratios = cfg.loss_type in ("dapo", "grpo", "dr_grpo", "gspo", "luspo")
@@ -395,33 +395,35 @@ def contradictions(cfg: Config) -> Iterator[str]:
     if cfg.beta and cfg.kl_estimator == "k1" and not cfg.kl_bias_correction:
         yield "KL_ESTIMATOR=k1 has no gradient on average with KL_BIAS_CORRECTION=0; set it to 1"
     if cfg.is_mode.startswith("sequence") and cfg.filters_logps():
-        why = "with SAMPLING_SUPPORT=full shrinks a sequence's weight with every token"
-        yield f"IS_MODE={cfg.is_mode} {why}; leave SAMPLING_SUPPORT out, or set token_truncate"
+        reason = "with SAMPLING_SUPPORT=full shrinks a sequence's weight with every token"
+        yield f"IS_MODE={cfg.is_mode} {reason}; leave SAMPLING_SUPPORT out, or set token_truncate"
     is_dppo = cfg.loss_type.startswith("dppo")
     if cfg.is_mode != "none" and is_dppo:
-        why = f"corrects for the sampler, as LOSS_TYPE={cfg.loss_type} already does"
-        yield f"IS_MODE={cfg.is_mode} {why}; leave IS_MODE out"
+        reason = f"corrects for the sampler, as LOSS_TYPE={cfg.loss_type} already does"
+        yield f"IS_MODE={cfg.is_mode} {reason}; leave IS_MODE out"
     if cfg.is_mode.startswith("sequence") and cfg.loss_type == "vespo":
-        why = "is of sequences, and LOSS_TYPE=vespo multiplies the weights of tokens"
-        yield f"IS_MODE={cfg.is_mode} {why}; set token_truncate or token_mask"
+        reason = "is of sequences, and LOSS_TYPE=vespo multiplies the weights of tokens"
+        yield f"IS_MODE={cfg.is_mode} {reason}; set token_truncate or token_mask"
     anchors = [f"LOSS_TYPE={cfg.loss_type}"] if is_dppo else []
     if cfg.off_policy_mask_threshold:
         anchors.append(f"OFF_POLICY_MASK_THRESHOLD={cfg.off_policy_mask_threshold}")
     for text in anchors if cfg.filters_logps() else ():
-        why = "would take TOP_K, TOP_P, MIN_P for a policy change with SAMPLING_SUPPORT=full"
-        yield f"{text} {why}; leave SAMPLING_SUPPORT out"
+        reason = "would take TOP_K, TOP_P, MIN_P for a policy change with SAMPLING_SUPPORT=full"
+        yield f"{text} {reason}; leave SAMPLING_SUPPORT out"
     for name, text in (("policy_loss_impl", "pallas"), ("rollout_backend", "sglang_jax")):
         if cfg.replays() and getattr(cfg, name) == text:
-            why = f"{name.upper()}={text} cannot replay the tokens that TOP_K, TOP_P, MIN_P leave"
-            yield f"{why}; leave {name.upper()} out, or set SAMPLING_SUPPORT=full (a biased loss)"
+            reason = (
+                f"{name.upper()}={text} cannot replay the tokens that TOP_K, TOP_P, MIN_P leave"
+            )
+            yield f"{reason}; leave {name.upper()} out, or set SAMPLING_SUPPORT=full (a biased loss)"
     if cfg.lora_base_dtype == "int8" and cfg.rollout_backend == "sglang_jax":
-        why = "has no float weights that ROLLOUT_BACKEND=sglang_jax could merge with adapters"
-        yield f"LORA_BASE_DTYPE=int8 {why}; leave out one of them"
+        reason = "has no float weights that ROLLOUT_BACKEND=sglang_jax could merge with adapters"
+        yield f"LORA_BASE_DTYPE=int8 {reason}; leave out one of them"
     if cfg.max_turns > 1 and not cfg.environment_class:
         yield f"MAX_TURNS={cfg.max_turns} needs an ENVIRONMENT_CLASS, which answers the policy"
     if cfg.environment_class and cfg.rollout_backend != "naive":
-        why = f"ROLLOUT_BACKEND={cfg.rollout_backend} samples completions of a single turn"
-        yield f"{why}; leave it or ENVIRONMENT_CLASS out"
+        reason = f"ROLLOUT_BACKEND={cfg.rollout_backend} samples completions of a single turn"
+        yield f"{reason}; leave it or ENVIRONMENT_CLASS out"
     if cfg.dataset.startswith("reasoning_gym:"):
         text = cfg.dataset.removeprefix("reasoning_gym:").rstrip("?&")
         task, *arguments = re.split(r"[?&]+", text)
@@ -430,8 +432,8 @@ def contradictions(cfg: Config) -> Iterator[str]:
     try:
         cfg.template_kwargs()
     except ValueError as error:
-        why = f'is no JSON object such as {{"enable_thinking": false}}: {error}'
-        yield f"CHAT_TEMPLATE_KWARGS={cfg.chat_template_kwargs} {why}"
+        reason = f'is no JSON object such as {{"enable_thinking": false}}: {error}'
+        yield f"CHAT_TEMPLATE_KWARGS={cfg.chat_template_kwargs} {reason}"
     if "://" in cfg.output_dir + cfg.export_hf:
         yield "OUTPUT_DIR and EXPORT_HF are folders of this machine; CHECKPOINT_DIR may be gs://"
     if cfg.push_to_hub and (cfg.export_hf == "none" or not cfg.steps):
@@ -457,8 +459,8 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
     if cfg.checkpoint_dir and cfg.steps and not cfg.save_every_steps:
         yield f"CHECKPOINT_DIR={cfg.checkpoint_dir} gets no checkpoint with SAVE_EVERY_STEPS=0"
     if cfg.filters_logps() and cfg.is_mode == "none":
-        why = "TOP_K, TOP_P, MIN_P change sampling only, and the loss has a bias"
-        yield f"{why}; leave out SAMPLING_SUPPORT=full, or set IS_MODE=token_truncate"
+        reason = "TOP_K, TOP_P, MIN_P change sampling only, and the loss has a bias"
+        yield f"{reason}; leave out SAMPLING_SUPPORT=full, or set IS_MODE=token_truncate"
     if cfg.lora_rank and cfg.learning_rate < LOW_FOR_LORA:
         rate = f"LEARNING_RATE={cfg.learning_rate} is low for adapters (LORA_RANK)"
         yield f"{rate}, which mostly learn best at ten times the rate of all weights"
@@ -474,8 +476,8 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
         yield f"{loss_type} was published with {published}; the defaults are 0.2"
     if is_dppo and not clips:
         yield f"{loss_type} drops no token with one update per step, and is then dapo"
-    of_engine = " ".join(name for name in vars(cfg) if name.startswith("sglang_jax_"))
-    for names, has_effect, why in (
+    engine_settings = " ".join(name for name in vars(cfg) if name.startswith("sglang_jax_"))
+    for names, has_effect, reason in (
         ("lora_alpha lora_targets lora_base_copy export_lora", has_adapters, no_adapters),
         ("sampling_support", cfg.filters(), "TOP_K=0, TOP_P=1.0 and MIN_P=0.0"),
         ("scale_rewards", cfg.adv_estimator == "grpo", f"ADV_ESTIMATOR={cfg.adv_estimator}"),
@@ -491,7 +493,11 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
         ("overlong_cache", "soft_overlong_penalty" in cfg.reward_fn, f"REWARD_FN={cfg.reward_fn}"),
         ("wandb_mode", "wandb" in (cfg.report_to or "wandb"), f"REPORT_TO={cfg.report_to}"),
         ("eval_temperature", cfg.evaluates(), "no evaluation"),
-        (of_engine, cfg.rollout_backend == "sglang_jax", f"ROLLOUT_BACKEND={cfg.rollout_backend}"),
+        (
+            engine_settings,
+            cfg.rollout_backend == "sglang_jax",
+            f"ROLLOUT_BACKEND={cfg.rollout_backend}",
+        ),
         ("push_to_hub_private", cfg.push_to_hub, "PUSH_TO_HUB="),
         ("is_floor is_cap", cfg.is_mode != "none", "IS_MODE=none"),
         ("completion_column", cfg.loss_type == "sft", "train_grpo.py"),
@@ -499,7 +505,7 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
         for name in names.split():
             if not has_effect and getattr(cfg, name) != getattr(Config, name):
                 text = to_text(getattr(cfg, name))
-                yield f"{name.upper()}={text} does nothing with {why}"
+                yield f"{name.upper()}={text} does nothing with {reason}"
     if 0 < cfg.lr_decay_steps < cfg.steps and cfg.lr_schedule != "constant":
         decay = f"LR_DECAY_STEPS={cfg.lr_decay_steps} is less than STEPS={cfg.steps}"
         yield f"{decay}: later steps have learning rate 0"

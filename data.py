@@ -101,28 +101,28 @@ def load_examples(
             examples.append(item if isinstance(item, dict) else {})
             place = f"{source} example {number}"
             texts.append(read_question_and_answer(place, examples[-1], *names))
-    if 0 < sum("prompts" in of_example for of_example in texts) < len(texts):
-        why = "some questions are texts, and others lists of messages; write all in one form"
-        raise UserMistake(f"DATASET={dataset}, split {split!r}: {why}")
+    if 0 < sum("prompts" in example_texts for example_texts in texts) < len(texts):
+        reason = "some questions are texts, and others lists of messages; write all in one form"
+        raise UserMistake(f"DATASET={dataset}, split {split!r}: {reason}")
     # Rewards receive the columns as lists, so every example needs every column of the split.
     columns = dict.fromkeys(name for example in examples for name in example)
     for name in [*columns]:
-        why: object = "rewards have an argument of this name" if name in REWARD_ARGUMENTS else ""
+        reason: object = "rewards have an argument of this name" if name in REWARD_ARGUMENTS else ""
         try:
             json.dumps([example.get(name) for example in examples])
         except TypeError as error:
-            why = error
-        if why:
+            reason = error
+        if reason:
             del columns[name]
-            print(f"left out column {name!r} of split {split!r}: {why}", flush=True)
+            print(f"left out column {name!r} of split {split!r}: {reason}", flush=True)
     examples = [
         {name: example.get(name) for name in columns} | texts_of_example
         for example, texts_of_example in zip(examples, texts, strict=True)
     ]
     if one_file:
         if split not in ("train", "test"):
-            why = "those of a single file are train, and test, its last tenth"
-            raise UserMistake(f"DATASET={dataset} has no split {split!r}; {why}")
+            reason = "those of a single file are train, and test, its last tenth"
+            raise UserMistake(f"DATASET={dataset} has no split {split!r}; {reason}")
         test_size = max(1, round(HELD_OUT * len(examples)))
         train, test = examples[:-test_size], examples[-test_size:]
         # Of `completions` the messages count, and not the place.
@@ -137,11 +137,11 @@ def load_examples(
             print(f"{left_out} of {dataset}: they repeat train or each other", flush=True)
         examples = train if split == "train" else list(unseen.values())
     if not examples:
-        why = ""
+        reason = ""
         if one_file and train:
-            why = "; its last tenth only repeats questions of train"
-            why += "; give a folder with a file for each split"
-        raise UserMistake(f"DATASET={dataset} has no examples in split {split!r}{why}")
+            reason = "; its last tenth only repeats questions of train"
+            reason += "; give a folder with a file for each split"
+        raise UserMistake(f"DATASET={dataset} has no examples in split {split!r}{reason}")
     return examples
 
 
@@ -270,8 +270,8 @@ def read_question(value: list, place: str) -> Example:
     messages = read_messages(value, place)
     last = messages[-1]
     if last["role"] != "user" or not last["content"].strip():
-        why = f"the last message must be the user's question, not {last!r:.80}"
-        raise UserMistake(f"{place}: {why}; drop the messages after the question")
+        reason = f"the last message must be the user's question, not {last!r:.80}"
+        raise UserMistake(f"{place}: {reason}; drop the messages after the question")
     return {"question": last["content"], "prompts": messages}
 
 
@@ -279,8 +279,8 @@ def append_to_question(example: Example, text: str) -> Example:
     """Returns the example with the text behind its question, and behind its last message."""
     longer = example | {"question": example["question"] + text}
     if example.get("prompts"):
-        *others, last = example["prompts"]
-        longer["prompts"] = [*others, last | {"content": last["content"] + text}]
+        *earlier, last = example["prompts"]
+        longer["prompts"] = [*earlier, last | {"content": last["content"] + text}]
     return longer
 
 
@@ -292,14 +292,14 @@ def _split_files(folder: Path, split: str) -> list[Path]:
     name = re.compile(rf"{re.escape(split)}(?:-(\d{{5}})-of-(\d{{5}})(-[0-9a-f]{{16}})?)?")
     matches = {file: match for file in files if (match := name.fullmatch(file.stem))}
     if not matches:
-        others = ", ".join(file.name for file in files) or "no .jsonl, .json or .parquet"
-        raise UserMistake(f"DATASET={folder} has no file of split {split!r}; it has {others}")
+        names = ", ".join(file.name for file in files) or "no .jsonl, .json or .parquet"
+        raise UserMistake(f"DATASET={folder} has no file of split {split!r}; it has {names}")
     formats = {(file.suffix, int(match[2] or 1)) for file, match in matches.items()}
     numbers = sorted(int(match[1] or 0) for match in matches.values())
     if len(formats) > 1 or numbers != [*range(max(count for _, count in formats))]:
         names = ", ".join(file.name for file in matches)
-        why = "a shard is missing, or the split is there twice"
-        raise UserMistake(f"DATASET={folder}: split {split!r} is in {names:.400}: {why}")
+        reason = "a shard is missing, or the split is there twice"
+        raise UserMistake(f"DATASET={folder}: split {split!r} is in {names:.400}: {reason}")
     return [*matches]
 
 
@@ -377,8 +377,8 @@ class ChatFormat(NamedTuple):
         """
         roles = ", ".join(message["role"] for message in chats[0])
         arguments = f" and CHAT_TEMPLATE_KWARGS={json.dumps(self.kwargs)}" if self.kwargs else ""
-        why = f"its chat template fails on messages of {roles}{arguments}"
-        with reading(f"MODEL_PATH (or CHAT_TEMPLATE): {why}"):
+        reason = f"its chat template fails on messages of {roles}{arguments}"
+        with reading(f"MODEL_PATH (or CHAT_TEMPLATE): {reason}"):
             return self.tokenizer.apply_chat_template(
                 chats,
                 tools=[*self.tools] or None,
@@ -421,8 +421,8 @@ def read_opening(setting: str) -> list[Message]:
         raise UserMistake(f"SYSTEM_PROMPT={setting} is not a JSON list of messages")
     messages = read_messages(messages, f"SYSTEM_PROMPT={setting}")
     if messages[-1]["role"] == "user":
-        why = "the last message is the user's, and the question of an example follows it"
-        raise UserMistake(f"SYSTEM_PROMPT={setting}: {why}; add the assistant's answer")
+        reason = "the last message is the user's, and the question of an example follows it"
+        raise UserMistake(f"SYSTEM_PROMPT={setting}: {reason}; add the assistant's answer")
     return messages
 
 
@@ -457,10 +457,10 @@ def tokenize(texts: list[str], chat_format: ChatFormat, vocab_size: float) -> li
     """Returns the ids of each text alone. Raises UserMistake if the model has no row for one."""
     tokenizer = chat_format.tokenizer
     ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    largest = max((max(of_text, default=0) for of_text in ids), default=0)
+    largest = max((max(text_ids, default=0) for text_ids in ids), default=0)
     if largest >= vocab_size:
-        why = f"a text has the token {tokenizer.decode([largest])!r} ({largest})"
-        raise UserMistake(f"{why}, and the model has no row for it; leave it out of the texts")
+        reason = f"a text has the token {tokenizer.decode([largest])!r} ({largest})"
+        raise UserMistake(f"{reason}, and the model has no row for it; leave it out of the texts")
     return ids
 
 
@@ -506,8 +506,8 @@ def with_system_in_question(chat: list[Message]) -> list[Message]:
     chat template without a system role."""
     if chat[0]["role"] != "system":
         return chat
-    system, question, *others = chat
-    return [question | {"content": f"{system['content']}\n\n{question['content']}"}, *others]
+    system, question, *rest = chat
+    return [question | {"content": f"{system['content']}\n\n{question['content']}"}, *rest]
 
 
 def end_of_turn_id(chat_format: ChatFormat) -> int | None:
@@ -546,8 +546,8 @@ def drop_long_prompts(
     setting = f"{'MAX_PROMPT_LENGTH' if part == 'prompt' else 'MAX_LENGTH_SAMPLE'}={limit}"
     kept = [p for p, length in zip(prompts, lengths, strict=True) if length <= limit]
     if not kept:
-        why = f"every {split} {part} is longer; the shortest has {min(lengths)}"
-        raise UserMistake(f"{setting}: {why}")
+        reason = f"every {split} {part} is longer; the shortest has {min(lengths)}"
+        raise UserMistake(f"{setting}: {reason}")
     if len(kept) < len(prompts):
         skipped = f"{len(prompts) - len(kept)} of {len(prompts)} {split} {part}s"
         print(f"skipped {skipped}: longer than {setting} tokens", flush=True)

@@ -36,8 +36,10 @@ def build_demonstrations(
     end_id, tokenizer = data.end_of_turn_id(chat_format), chat_format.tokenizer
     end = tokenizer.eos_token if end_id is None else tokenizer.added_tokens_decoder[end_id].content
     if not end:
-        why = "no token ends an answer, and the tokenizer has no EOS token, so that nothing would"
-        raise UserMistake(f"MODEL_PATH (or CHAT_TEMPLATE): in its chat template {why}")
+        reason = (
+            "no token ends an answer, and the tokenizer has no EOS token, so that nothing would"
+        )
+        raise UserMistake(f"MODEL_PATH (or CHAT_TEMPLATE): in its chat template {reason}")
     demonstrations = []
     for example in examples:
         columns = {**example}
@@ -76,8 +78,8 @@ def cut_out_turns(
         turn = turn if is_written else turn.rstrip() + end
         name = f"turn {number} of the assistant"
         if answered.startswith(prompt) and turn.count(end) != 1:
-            why = "but a turn of the assistant has one, at its end"
-            raise UserMistake(f"{name} has {turn.count(end)} of the token {end!r}, {why}")
+            reason = "but a turn of the assistant has one, at its end"
+            raise UserMistake(f"{name} has {turn.count(end)} of the token {end!r}, {reason}")
         if not turn.partition(end)[0].strip():
             raise UserMistake(f"{name} has no text; leave the example out")
         if chat[i].get("weight") == 0:  # in data for OpenAI's fine-tuning

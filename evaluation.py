@@ -86,8 +86,8 @@ def answer_questions(
     rewards = []
     # REWARD_TIMEOUT_S limits one call of a reward function, which gets the completions of one pass.
     for i in range(0, len(local_questions), size):
-        of_pass = slice(i * samples, (i + size) * samples)
-        part = jax.tree.map(lambda x, of_pass=of_pass: x[of_pass], completions)
+        span = slice(i * samples, (i + size) * samples)
+        part = jax.tree.map(lambda x, of_pass=span: x[span], completions)
         rewards.append(reward_completions(rollout, local_questions[i : i + size], part))
     totals, per_function = concatenate_trees(rewards)
     stop_ids = rollout.stopping.stop_ids
@@ -119,8 +119,8 @@ def evaluation_record(
         estimates[f"maj_at_{samples}"] = majority_accuracy(correct, answers)
     results = f"accuracy={accuracy:.4f} accuracy_se={error:.4f} accuracy_of={function.__name__}"
     if samples > 1:
-        of_all_samples = [name for name in estimates if name.endswith(f"_{samples}")]
-        results += "".join(f" {name}={estimates[name]:.4f}" for name in of_all_samples)
+        headline = [name for name in estimates if name.endswith(f"_{samples}")]
+        results += "".join(f" {name}={estimates[name]:.4f}" for name in headline)
     decoding = "sampled" if run.rollout.eval_sampling.temperature else "greedy"
     results += f" decoding={decoding} t={seconds:.2f}s"
     record = {f"{prefix}/accuracy": accuracy, f"{prefix}/accuracy_se": error}
@@ -175,7 +175,7 @@ def majority_accuracy(correct: np.ndarray, answers: Sequence[Hashable]) -> float
     """
     chosen = []
     for i, is_right in enumerate(correct):
-        of_question = answers[i * len(is_right) : (i + 1) * len(is_right)]
-        frequent = collections.Counter(of_question).most_common(1)[0][0]
-        chosen.append(is_right[of_question.index(frequent)])
+        question_answers = answers[i * len(is_right) : (i + 1) * len(is_right)]
+        frequent = collections.Counter(question_answers).most_common(1)[0][0]
+        chosen.append(is_right[question_answers.index(frequent)])
     return mean_without_nan(np.array(chosen))

@@ -13,7 +13,7 @@ from infra.log import Clock, RunLog, mean_without_nan, to_json_values
 from loss import MERGE, equal_groups
 from model.params import ModelConfig
 from model.placement import update_flops
-from rollout import Rollout, decode_part, have_equal_rewards, parts_of, texts_of
+from rollout import RolloutConfig, decode_part, have_equal_rewards, parts_of, texts_of
 from rows import Batch, MicroBatch
 
 if TYPE_CHECKING:
@@ -119,8 +119,8 @@ def nonfinite_metric(metrics: dict[str, float]) -> str:
 def log_step(run: "Run", log: RunLog, step: Step) -> None:
     """Prints the step's lines and writes its record. Every SAMPLE_EVERY_STEPS steps, and in the
     last one, it also writes samples of completions, and prints those of one group."""
-    first, *others = step_lines(step, run.cfg.print_train_time_breakdown)
-    for line in (first + log.time_left(step.index, step.clock), *others):
+    first, *notes = step_lines(step, run.cfg.print_train_time_breakdown)
+    for line in (first + log.time_left(step.index, step.clock), *notes):
         log.print_line(line)
     record = step_record(step, run.rollout, run.sizes.local_batch)
     record |= device_record(step, run.learner.compute.model, run.sizes.updates_per_step)
@@ -175,7 +175,7 @@ def step_lines(step: Step, breakdown: bool) -> list[str]:
     return lines
 
 
-def step_record(step: Step, rollout: Rollout, local_batch: int) -> dict[str, float]:
+def step_record(step: Step, rollout: RolloutConfig, local_batch: int) -> dict[str, float]:
     """The metrics of the step's record but those of device_record. local_batch: the sequences of a
     step on each process."""
     seconds, step_s = phase_seconds(step.clock), step.clock.total()
@@ -262,7 +262,7 @@ def are_right(per_function: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(reward), np.nan, reward >= 1)
 
 
-def completion_record(prefix: str, rollout: Rollout, batch: Batch) -> dict[str, float]:
+def completion_record(prefix: str, rollout: RolloutConfig, batch: Batch) -> dict[str, float]:
     """The metrics of completions, of a step or an evaluation: their rewards, their lengths and,
     with an environment, their turns."""
     record = _spread(f"{prefix}reward/total", batch.rewards, "mean", "std", "min", "max")
@@ -296,7 +296,7 @@ ENDED = ("MAX_LENGTH_SAMPLE", "stop token")  # ENDED[stopped]: what has ended a 
 LONGEST_TEXT = 400  # the most characters of a text in the log; samples.jsonl has all of them
 
 
-def dialogues_of(rollout: Rollout, batch: Batch) -> list[str]:
+def dialogues_of(rollout: RolloutConfig, batch: Batch) -> list[str]:
     """The text of each completion for people to read. With an environment it has all turns, with
     the speaker of each part."""
     if rollout.environments is None:
@@ -310,7 +310,7 @@ def dialogues_of(rollout: Rollout, batch: Batch) -> list[str]:
     return dialogues
 
 
-def sample_entries(rollout: Rollout, batch: Batch) -> list[dict[str, Any]]:
+def sample_entries(rollout: RolloutConfig, batch: Batch) -> list[dict[str, Any]]:
     """Two entries of samples.jsonl: two groups with all their completions. Groups whose total
     rewards differ come first."""
     are_equal = equal_groups(batch.rewards, batch.completions_per_prompt())
@@ -321,7 +321,7 @@ def sample_entries(rollout: Rollout, batch: Batch) -> list[dict[str, Any]]:
 
 
 def completion_entries(
-    rollout: Rollout, batch: Batch, name: str, values: np.ndarray
+    rollout: RolloutConfig, batch: Batch, name: str, values: np.ndarray
 ) -> list[dict[str, Any]]:
     """An entry for each prompt of a batch, with its completions; docs/survival.md lists the fields.
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rollout:
+class RolloutConfig:
     """How completions are sampled and rewarded, in training steps and in evaluations."""
 
     compute: Compute  # how the sampler computes the model
@@ -85,7 +85,7 @@ def complete_prompts(
 
 
 def complete(
-    rollout: Rollout,
+    rollout: RolloutConfig,
     backend: Backend,
     prompts: list[data.Prompt],
     key: jax.Array,
@@ -126,7 +126,7 @@ def complete(
 
 
 def texts_of(
-    rollout: Rollout, prompts: list[data.Prompt], completions: Completions | Batch
+    rollout: RolloutConfig, prompts: list[data.Prompt], completions: Completions | Batch
 ) -> list[str]:
     """The text of each completion. prompts: each once, in the order of their completions."""
     count = len(completions.lengths)
@@ -134,7 +134,7 @@ def texts_of(
 
 
 def text_of(
-    rollout: Rollout, prompts: list[data.Prompt], completions: Completions | Batch, i: int
+    rollout: RolloutConfig, prompts: list[data.Prompt], completions: Completions | Batch, i: int
 ) -> str:
     """The text that is rewarded: that of the last turn of completion i, after a <think> tag that
     the chat template has opened in the prompt."""
@@ -143,7 +143,7 @@ def text_of(
     return data.open_think_tag(prompt, rollout.tokenizer) + decode_part(rollout, ids)
 
 
-def decode_part(rollout: Rollout, ids: list[int]) -> str:
+def decode_part(rollout: RolloutConfig, ids: list[int]) -> str:
     """The text of a part of a completion, with its special tokens (<tool_call> may be one), but
     without the stop token that ends it."""
     has_stop_token = ids[-1] in rollout.stopping.stop_ids
@@ -161,7 +161,7 @@ def parts_of(completions: Completions | Batch, i: int) -> list[tuple[int, list[i
 
 
 def reward_completions(
-    rollout: Rollout, prompts: list[data.Prompt], completions: Completions
+    rollout: RolloutConfig, prompts: list[data.Prompt], completions: Completions
 ) -> tuple[np.ndarray, np.ndarray]:
     """The weighted total rewards [local_batch] of the completions of these prompts, and the rewards
     of each function [local_batch, functions], both float64; NaN where no function applies. Raises

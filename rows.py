@@ -3,7 +3,7 @@
 A row begins with its prompts, each without its last token. Its completions follow. The inputs of a
 completion are the last token of its prompt, then its own tokens but the last. A completion attends
 to its prompt and to itself. A row holds a prompt once, however many of its completions follow. All
-rows of an update have the same widths S and C, which follow from its batch and the run's Limits.
+rows of an update have the same widths S and C, which follow from its batch and the run's RowLimits.
 
 A row of S = 4 + C = 8 places with two prompts, `a b c` and `p q r`, and three completions:
 `x y z` of the first prompt, `u v` and `w` of the second. `.` is padding.
@@ -29,7 +29,7 @@ The attention mask has a line for each input token, with an x for each key that 
      8  u           x x          x x
      9  r           x x               x             not to another completion of the same prompt
 
-Linear attention (Limits.chunk) needs prompts that end at a multiple of CHUNK places, and groups of
+Linear attention (RowLimits.chunk) needs prompts that end at a multiple of CHUNK places, and groups of
 completions that begin at one. Then padding stands before prompts and between groups, too.
 
 Dimensions: B sequences of a batch, K completions per prompt. X rows of a micro-step over all
@@ -131,7 +131,7 @@ class MicroBatch(NamedTuple):
     support: Any = None
 
 
-class Widths(NamedTuple):
+class RowShape(NamedTuple):
     """The sizes that all rows of an update have in common."""
 
     S: int  # places for prompt tokens in a row
@@ -140,7 +140,7 @@ class Widths(NamedTuple):
     chunk: int = 1  # prompts end, and the completions of a prompt begin, at a multiple of it
 
 
-class Limits(NamedTuple):
+class RowLimits(NamedTuple):
     """The limits of a run's rows."""
 
     shards: int  # parts of a micro-step; a device, or the devices of a tp group, computes each
@@ -149,21 +149,21 @@ class Limits(NamedTuple):
     max_length_sample: int  # T: the most tokens of a completion
     longest_prompt: int  # S of the run's longest prompt alone, padded
     unit: int = 1  # S and C are multiples of it, and it divides S_STEP
-    chunk: int = 1  # as in Widths; it divides unit
+    chunk: int = 1  # as in RowShape; it divides unit
 
-    def widest(self) -> Widths:
+    def widest(self) -> RowShape:
         """The widths of a row of `sequences` completions of T tokens with their prompts. A row of
         the run has at most S + C places, and at most C of them for completions; S may be larger."""
         prompts = self.sequences // prompt_share(self.completions, self.sequences)
         sizes = self.longest_prompt, self.sequences // prompts * self.max_length_sample
         sizes = [prompts * next_multiple(size, self.chunk) for size in sizes]
         S, C = (next_multiple(size, self.unit) for size in sizes)
-        return Widths(S, C, SHORT_SEQUENCES * self.sequences, self.chunk)
+        return RowShape(S, C, SHORT_SEQUENCES * self.sequences, self.chunk)
 
 
 def plan_rows(
-    batch: Batch, sequences: Sequence[int], limits: Limits
-) -> tuple[list[list[list[int]]], Widths]:
+    batch: Batch, sequences: Sequence[int], limits: RowLimits
+) -> tuple[list[list[list[int]]], RowShape]:
     """The rows of each micro-step, one for each shard, and the widths of all rows. A row lists its
     sequences; those of a prompt are adjacent.
 
@@ -188,22 +188,22 @@ def plan_rows(
     raise AssertionError("rows of one sequence each are wide enough")
 
 
-def rows_to_try(lengths: np.ndarray, limits: Limits) -> Iterator[tuple[int, int]]:
+def rows_to_try(lengths: np.ndarray, limits: RowLimits) -> Iterator[tuple[int, int]]:
     """The number of rows and their C for completions of these lengths, in the order of preference:
     for each number of micro-steps, from 1 on, the values of C from an equal share of the tokens up
     to that of the widest row."""
-    most = limits.widest().C
+    largest_C = limits.widest().C
     for micro_steps in range(1, len(lengths) + 1):
         count = micro_steps * limits.shards
         C = max(int(lengths.max()), math.ceil(lengths.sum() / count))
-        while C <= most:
-            C = min(round_up(C, C_STEP), most)
+        while C <= largest_C:
+            C = min(round_up(C, C_STEP), largest_C)
             yield count, C
             C += 1
 
 
 def fill_rows(
-    batch: Batch, sequences: Sequence[int], count: int, widths: Widths
+    batch: Batch, sequences: Sequence[int], count: int, widths: RowShape
 ) -> list[list[int]] | None:
     """`count` rows of these widths with all sequences, by first-fit decreasing; None if they do not
     fit.
@@ -250,7 +250,7 @@ def next_multiple(n: int, step: int) -> int:
     return math.ceil(n / step) * step
 
 
-def prompt_places(batch: Batch, prompt: int, widths: Widths) -> int:
+def prompt_places(batch: Batch, prompt: int, widths: RowShape) -> int:
     """The places of a prompt in a row, with the padding before it."""
     return next_multiple(batch.prompt_tokens(prompt), widths.chunk)
 
@@ -259,7 +259,7 @@ def prompts_of(batch: Batch, row: Sequence[int]) -> list[int]:
     return sorted({batch.prompt_of(i) for i in row})
 
 
-def pack(batch: Batch, rows: Sequence[Sequence[int]], widths: Widths, pad_id: int) -> MicroBatch:
+def pack(batch: Batch, rows: Sequence[Sequence[int]], widths: RowShape, pad_id: int) -> MicroBatch:
     """The NumPy arrays of these rows, as the picture shows them."""
     (S, C, Q, chunk), X, T = widths, len(rows), batch.completion_ids.shape[1]
     ids, positions = np.full((X, S + C), pad_id, np.int32), np.zeros((X, S + C), np.int32)

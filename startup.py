@@ -50,10 +50,10 @@ from model.network import Compute
 from model.next_token import Sampling
 from model.params import ModelConfig, Params, combine_params
 from model.splash import LANES
-from rollout import Rollout
-from rows import Limits
+from rollout import RolloutConfig
+from rows import RowLimits
 from sampling import Backend, NaiveBackend, Stopping
-from update import Learner, Optimizer, TrainState, abstract_state, init_state
+from update import LearnerConfig, Optimizer, TrainState, abstract_state, init_state
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,9 +75,9 @@ class Run:
     adapters: Path | None  # the folder of the first adapters; None: new ones, or no LoRA
     train_prompts: list[data.Prompt]  # in a run of train_sft.py they are Demonstrations
     eval_prompts: list[data.Prompt]  # empty if the run never evaluates
-    rollout: Rollout
-    learner: Learner
-    teacher: Learner | None  # its base has the teacher's weights; None: no teacher
+    rollout: RolloutConfig
+    learner: LearnerConfig
+    teacher: LearnerConfig | None  # its base has the teacher's weights; None: no teacher
     teacher_folder: Path | None
     mesh_reason: str  # why ROLLOUT_MESH_SHAPE=auto has chosen its mesh, for a line of the log
 
@@ -273,7 +273,7 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     train_compute, rollout_compute, mesh_reason = placement.plan_compute(
         cfg, model, sizes, S, jax.devices()
     )
-    rollout = Rollout(
+    rollout = RolloutConfig(
         compute=rollout_compute,
         sampling=sampling_of(cfg),
         eval_sampling=eval_sampling_of(cfg),
@@ -338,8 +338,8 @@ def find_stop_ids(folder: Path, chat_format: data.ChatFormat, vocab_size: int) -
     tokenizer, end = chat_format.tokenizer, data.end_of_turn_id(chat_format)
     named = hf.read_stop_ids(folder, tokenizer, vocab_size)
     if end is not None and end < vocab_size and end not in named:
-        why = "the chat template ends an answer with it, though the model's files do not name it"
-        print(f"note: {tokenizer.decode([end])} is a stop token: {why}", flush=True)
+        reason = "the chat template ends an answer with it, though the model's files do not name it"
+        print(f"note: {tokenizer.decode([end])} is a stop token: {reason}", flush=True)
         return tuple(sorted((*named, end)))
     return named
 
@@ -350,34 +350,36 @@ def check_chat_format(cfg: Config, chat_format: data.ChatFormat) -> None:
     with reading("MODEL_PATH (or CHAT_TEMPLATE): its chat template cannot be read"):
         arguments = chat_format.arguments()
     for name in sorted({*chat_format.kwargs} - arguments):
-        why = f"the chat template does not read {name!r}, or every run sets it"
+        reason = f"the chat template does not read {name!r}, or every run sets it"
         reads = ", ".join(sorted(arguments)) or "no others"
-        raise UserMistake(f"CHAT_TEMPLATE_KWARGS: {why}; it reads {reads}")
+        raise UserMistake(f"CHAT_TEMPLATE_KWARGS: {reason}; it reads {reads}")
     # The template may refuse a value, too, or take lists of texts and images alone.
     question = chat_format.messages_of({"question": data.SENTINEL})
     [text] = chat_format.render(data.checked_chats([question], chat_format))
     if data.SENTINEL not in text:
-        why = "its chat template does not write the text of a message"
+        reason = "its chat template does not write the text of a message"
         raise UserMistake(
-            f"MODEL_PATH (or CHAT_TEMPLATE): {why}; set CHAT_TEMPLATE to one for texts"
+            f"MODEL_PATH (or CHAT_TEMPLATE): {reason}; set CHAT_TEMPLATE to one for texts"
         )
     tokenizer = chat_format.tokenizer
     bos = tokenizer.decode(tokenizer("")["input_ids"][:1])
     if bos == tokenizer.bos_token and not text.startswith(bos):
-        why = f"the tokenizer puts {bos} in front of a text, and the chat template does not"
-        print(f"note: {why}; if the model needs it, begin CHAT_TEMPLATE with {{{{ bos_token }}}}")
+        reason = f"the tokenizer puts {bos} in front of a text, and the chat template does not"
+        print(
+            f"note: {reason}; if the model needs it, begin CHAT_TEMPLATE with {{{{ bos_token }}}}"
+        )
     system = question[0]["content"] if question[0]["role"] == "system" else ""
     if not data.writes_system_message(chat_format, system):
         has_role = data.writes_system_message(chat_format)
-        why = "changes the system message" if has_role else "has no system role"
+        reason = "changes the system message" if has_role else "has no system role"
         place = "system messages stand in front of the question"
-        print(f"note: the chat template {why}; {place}", flush=True)
+        print(f"note: the chat template {reason}; {place}", flush=True)
     thinks = chat_format.kwargs.get("enable_thinking") is not False and cfg.loss_type != "sft"
     if "enable_thinking" in arguments and thinks and cfg.max_length_sample < LONG_THOUGHT:
         cut = f"MAX_LENGTH_SAMPLE={cfg.max_length_sample} will mostly cut its completions"
         off = """CHAT_TEMPLATE_KWARGS='{"enable_thinking": false}'"""
-        why = f"the chat template lets the model think, and {cut}; {off} turns it off"
-        print(f"note: {why}", flush=True)
+        reason = f"the chat template lets the model think, and {cut}; {off} turns it off"
+        print(f"note: {reason}", flush=True)
 
 
 def load_split(cfg: Config, split: str) -> list[dict[str, Any]]:
@@ -404,8 +406,8 @@ def prompts_of_split(
     """The prompts of the examples, or the demonstrations of train_sft.py, without those that are
     too long. Raises UserMistake."""
     if cfg.system_prompt and (count := sum(map(data.has_system_message, examples))):
-        why = "have a system message, which replaces that of SYSTEM_PROMPT"
-        print(f"note: {count} of {len(examples)} {split} prompts {why}", flush=True)
+        reason = "have a system message, which replaces that of SYSTEM_PROMPT"
+        print(f"note: {count} of {len(examples)} {split} prompts {reason}", flush=True)
     build = build_demonstrations if cfg.loss_type == "sft" else data.build_prompts
     prompts = build(examples, chat_format, model.vocab_size)
     check_messages(examples, chat_format, split)
@@ -415,8 +417,8 @@ def prompts_of_split(
         for prompt in prompts:
             if (length := len(prompt.ids) + len(prompt.completion_ids)) > model.max_positions:
                 longer = f"{prompt.place} has {length} tokens, and the model has"
-                way = "lower MAX_LENGTH_SAMPLE or set MAX_PROMPT_LENGTH"
-                raise UserMistake(f"{longer} {model.max_positions} positions; {way}")
+                remedy = "lower MAX_LENGTH_SAMPLE or set MAX_PROMPT_LENGTH"
+                raise UserMistake(f"{longer} {model.max_positions} positions; {remedy}")
     return prompts
 
 
@@ -439,8 +441,8 @@ def check_messages(examples: list[data.Example], chat_format: data.ChatFormat, s
     special = re.compile("|".join(re.escape(x.content) for x in tokens if x.special) or "(?!)")
     questions = [example["question"] for example in examples if "question" in example]
     if count := sum(special.search(text) is not None for text in questions):
-        why = "contain special tokens; give plain text that no chat template has rendered"
-        print(f"note: {count} of {len(questions)} {split} questions {why}", flush=True)
+        reason = "contain special tokens; give plain text that no chat template has rendered"
+        print(f"note: {count} of {len(questions)} {split} questions {reason}", flush=True)
 
 
 def raise_if_no_number(dataset: str, split: str, answers: list[str]) -> None:
@@ -456,8 +458,8 @@ def raise_if_no_number(dataset: str, split: str, answers: list[str]) -> None:
         )
     if without:
         share = f"{len(without)} of {len(answers)} {split} answers"
-        why = f"have no number, such as {without[0]!r:.80}: reward_correct leaves them out"
-        print(f"note: {share} {why}", flush=True)
+        reason = f"have no number, such as {without[0]!r:.80}: reward_correct leaves them out"
+        print(f"note: {share} {reason}", flush=True)
 
 
 # ---- Doors: each side-file is imported here alone ------------------------------------------------
@@ -573,11 +575,11 @@ def eval_sampling_of(cfg: Config) -> Sampling:
     return sampling_of(cfg)._replace(temperature=temperature, replay=False)
 
 
-def learner_of(cfg: Config, sizes: Sizes, compute: Compute, S: int, pad_id: int) -> Learner:
+def learner_of(cfg: Config, sizes: Sizes, compute: Compute, S: int, pad_id: int) -> LearnerConfig:
     """The learner of a run. S: the padded tokens of its longest prompt but the last one."""
     shards, processes = compute.layout.batch_shards, sizes.global_batch // sizes.local_batch
     chunk = CHUNK if compute.model.qwen35 else 1  # it divides LANES
-    limits = Limits(
+    limits = RowLimits(
         shards=shards,
         sequences=sizes.micro_batch_size * processes // shards,
         completions=cfg.num_pre_q,
@@ -586,7 +588,7 @@ def learner_of(cfg: Config, sizes: Sizes, compute: Compute, S: int, pad_id: int)
         unit=LANES if compute.attention_impl == "splash" else chunk,
         chunk=chunk,
     )
-    return Learner(
+    return LearnerConfig(
         compute=compute,
         # The settings of policy_loss have the same names in Objective as in Config.
         objective=Objective(**{name: getattr(cfg, name) for name in Objective._fields}),
@@ -678,8 +680,10 @@ def export(run: Run, out: Path, params: Params) -> None:
             )
         else:
             if model.lora and model.lora.int8_base:
-                why = f"trained on an int8 base, are merged with the float weights of {run.folder}"
-                print(f"note: the adapters, {why}", flush=True)
+                reason = (
+                    f"trained on an int8 base, are merged with the float weights of {run.folder}"
+                )
+                print(f"note: the adapters, {reason}", flush=True)
                 tensors = lora.merge_with_folder(run.folder, params, model, dtype)
             else:
                 merged = lora.merge_adapters(params, model.lora)[0] if model.lora else params
@@ -769,11 +773,11 @@ def process_fingerprint(run: Run) -> dict[str, str]:
         if not field.metadata["per_process"]
     }
     versions = {f"the version of {name}": x for name, x in hosts.package_versions().items()}
-    others = {
+    code_and_data = {
         "our code": hosts.code_digest(REPO),
         "the questions of evaluations": hosts.json_digest(run.eval_prompts),
     }
-    return settings | result_fingerprint(run) | others | versions
+    return settings | result_fingerprint(run) | code_and_data | versions
 
 
 if __name__ == "__main__":

@@ -70,7 +70,13 @@ from rollout import (
 )
 from rows import Batch
 from startup import Run, drift_level, export, start
-from update import Learner, TrainState, compute_batch_logps_and_entropies, learning_rate, one_update
+from update import (
+    LearnerConfig,
+    TrainState,
+    compute_batch_logps_and_entropies,
+    learning_rate,
+    one_update,
+)
 
 
 def main(cfg: Config) -> None:
@@ -222,7 +228,7 @@ def groups_of_updates(
 
 
 def update_policy(
-    learner: Learner, state: TrainState, batch: Batch, groups_of_update: np.ndarray, lr: float
+    learner: LearnerConfig, state: TrainState, batch: Batch, groups_of_update: np.ndarray, lr: float
 ) -> tuple[TrainState, dict[str, float]]:
     """The state after the updates of a step, and the metrics of the step.
 
@@ -247,8 +253,8 @@ if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")  # it may lack a model's characters
     try:
         if CFG.loss_type == "sft":
-            way = "for GRPO after it set MODEL_PATH to its export, and another OUTPUT_DIR"
-            raise UserMistake(f"LOSS_TYPE=sft needs train_sft.py; {way}")
+            remedy = "for GRPO after it set MODEL_PATH to its export, and another OUTPUT_DIR"
+            raise UserMistake(f"LOSS_TYPE=sft needs train_sft.py; {remedy}")
         if FLAGS.plan:
             import_side_file("tools.plan", "--plan").plan_and_exit(CFG, FLAGS)
         if answers := FLAGS.eval_only or FLAGS.ask:

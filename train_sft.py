@@ -207,8 +207,8 @@ if __name__ == "__main__":
         if FLAGS.plan:
             import_side_file("tools.plan", "--plan").plan_and_exit(CFG, FLAGS)
         if FLAGS.eval_only or FLAGS.ask:
-            way = "set MODEL_PATH to the export for it, and choose another OUTPUT_DIR"
-            raise UserMistake(f"--ask and --eval-only are of train_grpo.py; {way}")
+            remedy = "set MODEL_PATH to the export for it, and choose another OUTPUT_DIR"
+            raise UserMistake(f"--ask and --eval-only are of train_grpo.py; {remedy}")
     except UserMistake as error:
         exit_with_mistakes(error)
     print(*LINES, sep="\n", flush=True)

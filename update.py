@@ -37,18 +37,18 @@ from model.params import (
     param_table,
     trainable_params,
 )
-from rows import Batch, Limits, MicroBatch, pack, plan_rows
+from rows import Batch, MicroBatch, RowLimits, pack, plan_rows
 
 
 @dataclasses.dataclass(frozen=True)
-class Learner:
+class LearnerConfig:
     """How a batch becomes updates of the weights."""
 
     compute: Compute  # how training computes the model
     objective: Objective
     optimizer: "Optimizer"
     temperature: float
-    limits: Limits  # of the rows
+    limits: RowLimits  # of the rows
     pad_id: int
     accumulates: bool  # an update may have several micro-batches
     skips_zero_advantages: bool  # sequences of advantage 0 add nothing, and are not computed
@@ -85,7 +85,7 @@ def compute_logps_and_entropies(
     S = micro_batch.ids.shape[1] - micro_batch.targets.shape[1]
     rows = PackedRows(micro_batch.prompt, micro_batch.start, S)
     hidden, _ = forward(weights, compute, micro_batch.ids, micro_batch.positions, rows=rows)
-    in_rows = (compute.logps_kernel or token_logps)(
+    row_values = (compute.logps_kernel or token_logps)(
         hidden[:, S:],
         lm_head(weights),
         micro_batch.targets,
@@ -95,7 +95,7 @@ def compute_logps_and_entropies(
     )  # each [X, C]
     at_places = jax.vmap(lambda x, places: x[places])
     shape = micro_batch.completion_mask.shape
-    logps, entropy = (at_places(x, micro_batch.places).reshape(shape) for x in in_rows)
+    logps, entropy = (at_places(x, micro_batch.places).reshape(shape) for x in row_values)
     return logps, entropy
 
 
@@ -120,7 +120,7 @@ def micro_step(
     """
     weights = arrange_layers(params, compute.layer_loop, compute.dtype)
 
-    def loss_of(trained: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def compute_loss(trained: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
         logps, entropy = compute_logps_and_entropies(
             combine_params(weights, trained), micro_batch, temperature, compute
         )
@@ -153,7 +153,7 @@ def micro_step(
         metrics["sampling_logp_difference/max"] = gap.max()
         return loss, metrics
 
-    grads, metrics = jax.grad(loss_of, has_aux=True)(trainable_params(weights))
+    grads, metrics = jax.grad(compute_loss, has_aux=True)(trainable_params(weights))
     shardings = param_shardings(compute.model, compute.layout.mesh, compute.layer_loop)
     grads = jax.lax.with_sharding_constraint(grads, trainable_params(shardings))
     return _add(grad_sum, grads), metrics
@@ -306,7 +306,9 @@ def learning_rate(
 
 # If a device runs out of memory here, the error names this program and a smaller size to try.
 @attribute_oom_to("compute_logps_and_entropies", MICRO_SIZES)
-def compute_batch_logps_and_entropies(learner: Learner, params: Params, batch: Batch) -> np.ndarray:
+def compute_batch_logps_and_entropies(
+    learner: LearnerConfig, params: Params, batch: Batch
+) -> np.ndarray:
     """[2, B, T] float32 nats, on every process: the log-probabilities of the completion tokens, and
     the entropies over the vocabulary where they are drawn. Both are 0 for sequences that are not
     computed, and undefined on padding."""
@@ -334,7 +336,9 @@ def computed_sequences(batch: Batch, skips_zero_advantages: bool) -> np.ndarray:
     return np.flatnonzero(is_computed)
 
 
-def pack_to_devices(learner: Learner, batch: Batch, sequences: np.ndarray) -> list[MicroBatch]:
+def pack_to_devices(
+    learner: LearnerConfig, batch: Batch, sequences: np.ndarray
+) -> list[MicroBatch]:
     micro_batches = []
     rows_of_micro_steps, widths = plan_rows(batch, sequences, learner.limits)
     for rows in rows_of_micro_steps:
@@ -344,7 +348,7 @@ def pack_to_devices(learner: Learner, batch: Batch, sequences: np.ndarray) -> li
 
 
 def one_update(
-    learner: Learner, state: TrainState, mini_batch: Batch, lr: float
+    learner: LearnerConfig, state: TrainState, mini_batch: Batch, lr: float
 ) -> tuple[TrainState, dict[str, float]]:
     """The state after one optimizer step on the mini-batch, and the metrics of this update."""
     params = combine_params(learner.base, state.params)
@@ -363,7 +367,7 @@ def one_update(
 
 @attribute_oom_to("micro_step", MICRO_SIZES)
 def accumulate_gradients(
-    learner: Learner, params: Params, mini_batch: Batch
+    learner: LearnerConfig, params: Params, mini_batch: Batch
 ) -> tuple[Params, dict[str, float]]:
     """The gradient of the mini-batch, summed over its micro-batches, and the metrics of the update.
 

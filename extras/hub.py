@@ -35,8 +35,10 @@ def open_repository(repo_id: str, private: bool) -> None:
         api.preupload_lfs_files(repo_id, [CommitOperationAdd("README.md", b"#")])
         is_private = bool(api.model_info(repo_id).private)
     if is_private != private:
-        why = f"is a {'private' if is_private else 'public'} repository already"
-        raise UserMistake(f"{name} {why}; change that, or set PUSH_TO_HUB_PRIVATE={is_private:d}")
+        reason = f"is a {'private' if is_private else 'public'} repository already"
+        raise UserMistake(
+            f"{name} {reason}; change that, or set PUSH_TO_HUB_PRIVATE={is_private:d}"
+        )
 
 
 def upload(run: "Run", out: Path, folder: Path) -> None:
@@ -54,10 +56,10 @@ def upload(run: "Run", out: Path, folder: Path) -> None:
     includes = [f"--include={pattern}" for pattern in PATTERNS]
     command = shlex.join(["hf", "upload", repo_id, str(folder), ".", *includes])
     failed = f"PUSH_TO_HUB={repo_id}: the upload has failed, and {folder} has the export"
-    again = "with a checkpoint the same command of the run uploads it, too"
-    with reading(f"{failed}; upload it with `{command}` ({again})"):
-        others = [x for x in api.list_repo_files(repo_id) if x not in added and "/" not in x]
-        replaced = [x for x in others if any(fnmatch(x, pattern) for pattern in hf.MODEL_FILES)]
+    advice = "with a checkpoint the same command of the run uploads it, too"
+    with reading(f"{failed}; upload it with `{command}` ({advice})"):
+        old_files = [x for x in api.list_repo_files(repo_id) if x not in added and "/" not in x]
+        replaced = [x for x in old_files if any(fnmatch(x, pattern) for pattern in hf.MODEL_FILES)]
         operations: list = [CommitOperationAdd(name, path) for name, path in added.items()]
         operations += [CommitOperationDelete(name) for name in replaced]
         api.create_commit(repo_id, operations, commit_message="Trained with GRPO")

@@ -247,14 +247,14 @@ class Reviewer:
         self._out, self._log = out, log
         self._printed: set[str] = set()  # the names of the lines that were printed
 
-    def write(self, state: str, why: str = "") -> Record:
+    def write(self, state: str, reason: str = "") -> Record:
         """Writes the review of the run so far, and returns its state, why and verdict, or nothing
         if there is no review. While the run goes on, each rule that holds gets a line once."""
         if jax.process_index() != 0:
             return {}
         try:
             with writing(self._out / "report.html", UserMistake):
-                history = read_history(self._out)._replace(state=state, why=why)
+                history = read_history(self._out)._replace(state=state, why=reason)
                 summary = write_review(self._out, history)
         except UserMistake as error:
             self._print_once("error", str(error))

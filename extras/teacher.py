@@ -27,7 +27,7 @@ from model.layout import mesh_text
 from model.network import Compute
 from model.params import ModelConfig
 from model.placement import num_params, plan_compute, raise_if_too_long
-from update import Learner
+from update import LearnerConfig
 
 if TYPE_CHECKING:
     from config import Config
@@ -102,7 +102,7 @@ def gib_per_device(compute: Compute) -> float:
     return num_params(compute.model) * compute.dtype.itemsize / shards / 2**30
 
 
-def load_weights(teacher: Learner, folder: Path) -> Learner:
+def load_weights(teacher: LearnerConfig, folder: Path) -> LearnerConfig:
     """The teacher with its weights, in the dtype and the arrangement that `forward` needs, so that
     no program copies them. Raises UserMistake."""
     compute, model = teacher.compute, hf.read_config(folder)

@@ -25,8 +25,8 @@ def raise_if_unusable(names: str, setting: str, mode: str) -> None:
         try:
             package = importlib.import_module(name)
         except Exception as error:  # a broken installation may raise any error
-            why = f"{setting} needs {name}: pip install {name} ({in_one_line(error)})"
-            raise UserMistake(why) from None
+            reason = f"{setting} needs {name}: pip install {name} ({in_one_line(error)})"
+            raise UserMistake(reason) from None
         if name != "wandb" or mode == "offline":
             continue
         with contextlib.redirect_stderr(io.StringIO()):  # wandb warns that this name is old
@@ -84,9 +84,9 @@ class Trackers:
             yield
         except Exception as error:  # the errors of trackers and their transports share no base
             self._runs.pop(name, None)
-            title, why = name.replace("wandb", "W&B"), in_one_line(error, with_type=False)
+            title, reason = name.replace("wandb", "W&B"), in_one_line(error, with_type=False)
             kept = f"{self._out}/metrics.jsonl has the records"
-            self._log.print_line(f"{title}: {why}; the run goes on without it, and {kept}")
+            self._log.print_line(f"{title}: {reason}; the run goes on without it, and {kept}")
 
 
 class WandbRun:

@@ -26,7 +26,7 @@ from infra.sizes import turn_batch_size, turn_width
 from model.layout import gather_processes, slice_of_process
 from model.next_token import Sampling
 from model.placement import raise_if_too_long
-from rollout import Rollout, text_of
+from rollout import RolloutConfig, text_of
 from sampling import Backend, Completions
 
 # The sequence_id of an unused place in a pass. A pass returns its sequences in the order of their
@@ -69,7 +69,7 @@ class Environments:
         class is concurrent, all of them at the same time. arguments: those of each completion."""
         if self._is_concurrent and arguments:
             return self._ask("run_in_threads", request, arguments)
-        return [self._ask(request, *of_completion) for of_completion in arguments]
+        return [self._ask(request, *values) for values in arguments]
 
     def reset(
         self,
@@ -93,8 +93,8 @@ class Environments:
         texts = self._ask_for_each("reset", arguments)
         for i, text in enumerate(texts):
             if text != (first := texts[i // K * K]):
-                why = f"{first!r:.80} and {text!r:.80}"
-                raise UserMistake(f"{self._label}: reset gave one prompt different texts, {why}")
+                reason = f"{first!r:.80} and {text!r:.80}"
+                raise UserMistake(f"{self._label}: reset gave one prompt different texts, {reason}")
         return texts[::K]
 
     def answers(
@@ -174,7 +174,7 @@ class Environments:
 
     def begin_episodes(
         self,
-        rollout: Rollout,
+        rollout: RolloutConfig,
         prompts: list[data.Prompt],
         round_number: int,
         completions_per_prompt: int,
@@ -209,7 +209,7 @@ class Environments:
 
     def take_turns(
         self,
-        rollout: Rollout,
+        rollout: RolloutConfig,
         backend: Backend,
         prompts: list[data.Prompt],
         completions: Completions,
@@ -240,13 +240,13 @@ class Environments:
             width = turn_width(longest, rollout.max_prompt_width + T)
             for start in range(0, count, size):
                 rollout.stop.raise_if_stopped()
-                of_pass = unfinished[start : start + size]
+                members = unfinished[start : start + size]
                 # An unused place gets the length T, so that no token is drawn for it.
-                unused = size - len(of_pass)
+                unused = size - len(members)
                 filled = ids[start : start + size] + [[pad_id]] * unused
                 prompt_ids, prompt_mask = data.pad_prompts(filled, width, pad_id)
-                sequence_ids = np.append(completions.sequence_ids[of_pass], [NO_SEQUENCE] * unused)
-                lengths = np.append(completions.lengths[of_pass], [T] * unused)
+                sequence_ids = np.append(completions.sequence_ids[members], [NO_SEQUENCE] * unused)
+                lengths = np.append(completions.lengths[members], [T] * unused)
                 turns = backend.generate(
                     prompt_ids,
                     prompt_mask,
@@ -255,13 +255,13 @@ class Environments:
                     sampling,
                     lengths.astype(np.int32),
                 )
-                for j, i in enumerate(of_pass):
+                for j, i in enumerate(members):
                     append_turn(completions, i, turns, j)
         return completions
 
     def _add_messages(
         self,
-        rollout: Rollout,
+        rollout: RolloutConfig,
         prompts: list[data.Prompt],
         completions: Completions,
         unfinished: list[int],

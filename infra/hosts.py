@@ -139,8 +139,8 @@ def raise_if_processes_differ(facts: dict[str, str]) -> None:
 
     facts: {name: value} of all that has to be the same.
     """
-    first, *others = (json.loads(text) for text in gather_texts(json.dumps(facts)))
-    for i, other in enumerate(others, 1):
+    first, *rest = (json.loads(text) for text in gather_texts(json.dumps(facts)))
+    for i, other in enumerate(rest, 1):
         differences = [
             f"{name} is {first.get(name, 'missing')} on process 0, "
             f"{other.get(name, 'missing')} on process {i}"

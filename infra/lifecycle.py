@@ -88,11 +88,11 @@ class Lifecycle:
         progress.not_finite = progress.not_finite + 1 if not_finite else 0
         if progress.not_finite >= NONFINITE_LIMIT:
             self.checkpoints.wait_until_saved()
-            in_a_row = f"the last of {NONFINITE_LIMIT} such steps in a row"
-            why = f"step {step}: {not_finite}, {in_a_row}. Lower LEARNING_RATE?"
-            for line in self.close(FAILED, why):
+            count = f"the last of {NONFINITE_LIMIT} such steps in a row"
+            reason = f"step {step}: {not_finite}, {count}. Lower LEARNING_RATE?"
+            for line in self.close(FAILED, reason):
                 self.log.print_line(line)
-            raise SystemExit(f"error: {why}")
+            raise SystemExit(f"error: {reason}")
         self.checkpoints.raise_if_save_failed()
 
     # ---- The end ---------------------------------------------------------------------------------
@@ -150,16 +150,16 @@ class Lifecycle:
         for line in (*verdict, f"DONE: steps={self.cfg.steps} elapsed_sec={seconds:.3f}"):
             self.log.print_line(line)
 
-    def close(self, state: str, why: str = "") -> list[str]:
-        """Writes the last review, whose verdict it returns, and ends the trackers. state, why:
+    def close(self, state: str, reason: str = "") -> list[str]:
+        """Writes the last review, whose verdict it returns, and ends the trackers. state, reason:
         see infra/log.py."""
-        summary = self._review(state, why)
+        summary = self._review(state, reason)
         self.log.close(summary, finished=state == DONE)
         return summary.get("verdict", [])
 
-    def _close_failed(self, why: str) -> None:
+    def _close_failed(self, reason: str) -> None:
         with contextlib.suppress(Unwritable):  # it may be the log that cannot be written
-            self.close(FAILED, why)
+            self.close(FAILED, reason)
 
-    def _review(self, state: str, why: str = "") -> dict[str, Any]:
-        return self.reviewer.write(state, why) if self.reviewer else {}
+    def _review(self, state: str, reason: str = "") -> dict[str, Any]:
+        return self.reviewer.write(state, reason) if self.reviewer else {}

@@ -165,8 +165,8 @@ def raise_if_not_writable(name: str, folder: Path) -> None:
     """Raises UserMistake, naming the setting, if the folder cannot be made or written."""
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        why = "is not writable" if nearest.is_dir() else "is not a folder"
-        raise UserMistake(f"{name} cannot be written: {nearest} {why}")
+        reason = "is not writable" if nearest.is_dir() else "is not a folder"
+        raise UserMistake(f"{name} cannot be written: {nearest} {reason}")
 
 
 def replace_file(file: Path, text: str) -> None:
@@ -186,8 +186,8 @@ def truncate_files(out: Path, lengths: Mapping[str, int]) -> None:
         size = file.stat().st_size
         os.truncate(file, min(size, length))  # it needs no space, which writing anew would
         if size < length:  # empty lines fill it, so that the lengths of later checkpoints are right
-            why = f"the checkpoint was saved when it had {length}: records are missing"
-            print(f"note: {file} has {size} bytes, and {why}", flush=True)
+            reason = f"the checkpoint was saved when it had {length}: records are missing"
+            print(f"note: {file} has {size} bytes, and {reason}", flush=True)
             with file.open("ab") as lines:
                 lines.write(b"\n" * (length - size))
 

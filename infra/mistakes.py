@@ -153,7 +153,9 @@ WITHOUT_COUNTERPART = {
     "STEPS_PER_GENERATION PPO_MINI_BATCH_SIZE": "NUM_MINI_BATCHES is the number of mini-batches "
     "into which a step's groups are divided",
 }
-NOT_SETTINGS = {name: why for names, why in WITHOUT_COUNTERPART.items() for name in names.split()}
+NOT_SETTINGS = {
+    name: reason for names, reason in WITHOUT_COUNTERPART.items() for name in names.split()
+}
 # Names like those of settings that an environment may have for other purposes: they stop no run.
 AMBIGUOUS = {"MODEL": "MODEL_PATH", "MODEL_NAME": "MODEL_PATH", "DATASET_NAME": "DATASET"}
 AMBIGUOUS |= {"TRAIN_BATCH_SIZE": "ROLLOUT_GLOBAL_BATCH_SIZE", "RUN_NAME": "WANDB_NAME"}

@@ -143,8 +143,8 @@ def begin_or_resume(
     saved_steps, run_json = checkpoints.steps(), read_run(out)
     folder = f"OUTPUT_DIR={out}" if run_json else f"CHECKPOINT_DIR={checkpoints.folder}"
 
-    def refuse(why: str) -> NoReturn:
-        raise UserMistake(f"{folder} holds a run, and {why}; choose a new OUTPUT_DIR")
+    def refuse(reason: str) -> NoReturn:
+        raise UserMistake(f"{folder} holds a run, and {reason}; choose a new OUTPUT_DIR")
 
     def validate(record: Mapping[str, Any]) -> None:
         step = record["step"]

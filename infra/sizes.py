@@ -61,9 +61,9 @@ def derive_sizes(cfg: "Config", processes: int, local_devices: int) -> Sizes:
     mini_batches = cfg.num_mini_batches
     local_prompts = passes * prompts  # prompts per step per process
     fewest = fewest_prompts(cfg.num_pre_q, local_devices)
-    where = f" on each of {processes} processes" if processes > 1 else ""
-    where += f" in parts of {fewest}, which fill the local devices," if fewest > 1 else ""
-    text = f"NUM_MINI_BATCHES={mini_batches} must divide the step's {local_prompts} prompts{where}"
+    scope = f" on each of {processes} processes" if processes > 1 else ""
+    scope += f" in parts of {fewest}, which fill the local devices," if fewest > 1 else ""
+    text = f"NUM_MINI_BATCHES={mini_batches} must divide the step's {local_prompts} prompts{scope}"
     require(mini_batches, divisors(local_prompts // fewest), f"{text} evenly; nearest that do")
 
     local_batch = local_prompts * cfg.num_pre_q
@@ -113,17 +113,17 @@ def micro_batch_size(cfg: "Config", update_batch: int, formula: str, local_devic
     update_batch: sequences of an update on each process. formula: the settings that give it.
     """
     devices, accum = f"{local_devices} local devices", cfg.grad_accum_steps
-    where = f" in micro-batches that fill {devices}" if local_devices > 1 else ""
+    scope = f" in micro-batches that fill {devices}" if local_devices > 1 else ""
     # Micro-batches that divide the update's sequences and fill the devices.
     valid = [local_devices * n for n in divisors(update_batch // local_devices)]
     name, size, factor = size_setting(cfg, *MICRO_SIZES, local_devices, devices)
     if size:
         product = f" * {devices} = {size * factor}" if factor > 1 else ""
-        text = f"{name}={size}{product} must divide {formula}{where}; nearest that do"
+        text = f"{name}={size}{product} must divide {formula}{scope}; nearest that do"
         require(size, [n // factor for n in valid], text)
         micro_batch = size * factor
     elif accum:
-        text = f"GRAD_ACCUM_STEPS={accum} must divide {formula}{where}; nearest that do"
+        text = f"GRAD_ACCUM_STEPS={accum} must divide {formula}{scope}; nearest that do"
         require(accum, [update_batch // n for n in reversed(valid)], text)
         micro_batch = update_batch // accum
     else:
@@ -232,22 +232,22 @@ def prompt_width(longest: int, floor: int = 0) -> int:
     return bucket_length(max(floor, longest - 1)) + 1
 
 
-def turn_batch_size(count: int, most: int, local_devices: int) -> int:
-    """The sequences of a pass of a later turn, on each process: `most`, or a half or a quarter of
+def turn_batch_size(count: int, largest: int, local_devices: int) -> int:
+    """The sequences of a pass of a later turn, on each process: `largest`, or a half or a quarter of
     it if that holds the `count` sequences that have not ended."""
-    parts = [most // n for n in (4, 2) if most % (n * local_devices) == 0]
-    return next((part for part in parts if count <= part), most)
+    parts = [largest // n for n in (4, 2) if largest % (n * local_devices) == 0]
+    return next((part for part in parts if count <= part), largest)
 
 
-def turn_width(longest: int, most: int) -> int:
+def turn_width(longest: int, limit: int) -> int:
     """The padded length of the prompts of a later turn, which contain the turns before: up to
     `longest` tokens, of which all but the last are padded to a power of two.
 
-    most: the tokens of the longest prompt and the longest completion of the run together, which
+    limit: the tokens of the longest prompt and the longest completion of the run together, which
     only the text of an environment exceeds.
     """
     width = 2 ** math.ceil(math.log2(max(longest - 1, 16))) + 1
-    return most if longest <= most < width else width
+    return limit if longest <= limit < width else width
 
 
 def prompt_share(num_pre_q: int, sequences_per_shard: int) -> int:

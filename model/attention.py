@@ -157,13 +157,16 @@ def cached_attention(
     """
     q = q * q.shape[-1] ** -0.5
     keys = jnp.arange(cache.completion.k.shape[-1])
-    written, of_prompt = keys <= cache.place, cache.prompt_mask[:, None]  # [keys], [P, 1, S]
+    written, prompt_mask = keys <= cache.place, cache.prompt_mask[:, None]  # [keys], [P, 1, S]
     if window is not None:
         # Prompts are padded on the left: counted from the first place of a completion, the last
         # tokens of a prompt have the places -1, -2 and so on.
         S, oldest = cache.prompt_mask.shape[1], cache.place - window + 1
-        written, of_prompt = written & (keys >= oldest), of_prompt & (jnp.arange(S) - S >= oldest)
-    parts = [(cache.completion, written[None, None]), (cache.prompt, of_prompt)]
+        written, prompt_mask = (
+            written & (keys >= oldest),
+            prompt_mask & (jnp.arange(S) - S >= oldest),
+        )
+    parts = [(cache.completion, written[None, None]), (cache.prompt, prompt_mask)]
     return _attend_at_once(q, parts, layout)
 
 

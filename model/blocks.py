@@ -36,22 +36,22 @@ def block_attention(q: jax.Array, kv: KV, rows: PackedRows, layout: Layout) -> j
 
 
 def on_each_device(
-    of_device: Callable[..., jax.Array], q: jax.Array, kv: KV, rows: PackedRows, layout: Layout
+    attend: Callable[..., jax.Array], q: jax.Array, kv: KV, rows: PackedRows, layout: Layout
 ) -> jax.Array:
-    """What of_device computes of the rows and heads of each device: [X, t, H*h]. Rows are sharded
+    """What attend computes of the rows and heads of each device: [X, t, H*h]. Rows are sharded
     over the batch axes, and heads over tp if it is not one of them. q: [X, t, H, h].
 
-    of_device: a function as _blocks_shard is, after its first two arguments.
+    attend: a function as _blocks_shard is, after its first two arguments.
     """
     head_axis = None if "tp" in layout.batch_axes else "tp"
     k, v = kv.k.swapaxes(2, 3), kv.v  # [X, N, t, h]
     if head_axis and k.shape[1] % layout.mesh.shape["tp"]:  # each query head gets its kv head
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[1], axis=1) for x in (k, v))
-    batch, by_head = PartitionSpec(layout.batch_axes), PartitionSpec(layout.batch_axes, head_axis)
+    batch, head_spec = PartitionSpec(layout.batch_axes), PartitionSpec(layout.batch_axes, head_axis)
     shard = jax.shard_map(
-        of_device,
+        attend,
         mesh=layout.mesh,
-        in_specs=(by_head, by_head, by_head, batch, batch, *[batch for _ in rows.window]),
+        in_specs=(head_spec, head_spec, head_spec, batch, batch, *[batch for _ in rows.window]),
         out_specs=PartitionSpec(layout.batch_axes, None, head_axis),
         check_vma=False,
     )

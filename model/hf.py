@@ -106,8 +106,10 @@ def check_weights(folder: Path, model: ModelConfig, num_tokens: int) -> None:
         )
     tensors = open_tensors(folder, param_table(model))  # for its mistakes
     if mtp := sum(name.startswith(MTP) for name in open_files(folder, WEIGHTS)):
-        why = f"its {mtp} tensors {MTP}*, which predict several tokens, are not trained or exported"
-        print(f"note: {folder}: {why}", flush=True)
+        reason = (
+            f"its {mtp} tensors {MTP}*, which predict several tokens, are not trained or exported"
+        )
+        print(f"note: {folder}: {reason}", flush=True)
     if model.tied and (head := tensors.get("lm_head.weight")):
         embed, V = tensors["model.embed_tokens.weight"], model.vocab_size
         parts = [slice(i, min(i + 4096, V)) for i in range(0, V, 4096)]  # to save memory
@@ -204,8 +206,8 @@ def _of_family(config: Any, model: ModelConfig, values: dict[str, Any]) -> dict[
     """The fields of the ModelConfig that only this family sets. config: transformers'. values: of
     config.json."""
     if config.model_type == "gemma3_text":
-        of_queries = math.sqrt(model.head_dim / config.query_pre_attn_scalar)
-        return dict(embedding_multiplier=math.sqrt(model.hidden_size), query_multiplier=of_queries)
+        multiplier = math.sqrt(model.head_dim / config.query_pre_attn_scalar)
+        return dict(embedding_multiplier=math.sqrt(model.hidden_size), query_multiplier=multiplier)
     if config.model_type == "granite":
         return dict(
             embedding_multiplier=config.embedding_multiplier,
@@ -466,14 +468,14 @@ def _tensor_shapes(table: Params) -> dict[str, list[int]]:
 def open_tensors(folder: Path, table: Params) -> dict[str, Any]:
     """The tensors of a folder by name, of which nothing is read yet. Raises UserMistake for tensors
     that are not those of the table."""
-    in_files = open_files(folder, ADAPTERS if table.embed is None else WEIGHTS)
-    are_read = [name for name in in_files if not name.startswith(NOT_READ)]
+    handles = open_files(folder, ADAPTERS if table.embed is None else WEIGHTS)
+    are_read = [name for name in handles if not name.startswith(NOT_READ)]
     expected = _tensor_shapes(table)
     shorter = {name: name if name in expected else OF_TEXT.sub(r"\1\2", name) for name in are_read}
-    tensors = {shorter[name]: in_files[name] for name in are_read}
+    tensors = {shorter[name]: handles[name] for name in are_read}
     known = {"F64", "F32", "F16", "BF16", "I64", "BOOL"}  # the last two are of buffers
-    if others := {tensor.get_dtype() for tensor in tensors.values()} - known:
-        formats = ", ".join(sorted(others))
+    if unread := {tensor.get_dtype() for tensor in tensors.values()} - known:
+        formats = ", ".join(sorted(unread))
         text = f"weights in {formats} format are not read; use unquantized ones"
         raise UserMistake(f"MODEL_PATH={folder}: {text}")
     unknown = tensors.keys() - expected.keys()
@@ -509,8 +511,8 @@ def open_files(folder: Path, file: str) -> dict[str, Any]:
 def _raise_if_without(folder: Path, name: str, reason: str) -> None:
     """Raises UserMistake if the folder has no such file; it names weights of another format."""
     if not (folder / name).is_file():
-        others = [*folder.glob("*model*.bin*"), *folder.glob("*.gguf"), *folder.glob("*.pth")]
-        instead = f", but {others[0].name}" if others else ""
+        unread = [*folder.glob("*model*.bin*"), *folder.glob("*.gguf"), *folder.glob("*.pth")]
+        instead = f", but {unread[0].name}" if unread else ""
         raise UserMistake(f"MODEL_PATH={folder} has no {name}{instead}; {reason}")
 
 

@@ -109,8 +109,8 @@ def gather_processes(tree: Any) -> Any:
         num_pieces = max(-(-data.nbytes * jax.process_count() // GATHER_BYTES), 1)
         pieces = np.array_split(data, num_pieces)
         gathered = [multihost_utils.process_allgather(piece) for piece in pieces]
-        in_order = np.concatenate(gathered, axis=1)  # [processes, bytes]
-        return in_order.reshape(-1).view(x.dtype).reshape(len(in_order) * len(x), *x.shape[1:])
+        joined = np.concatenate(gathered, axis=1)  # [processes, bytes]
+        return joined.reshape(-1).view(x.dtype).reshape(len(joined) * len(x), *x.shape[1:])
 
     return tree if jax.process_count() == 1 else jax.tree.map(gather, tree)
 

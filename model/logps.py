@@ -61,8 +61,8 @@ def token_logps(
         copies = _constrain(jnp.broadcast_to(flat, (tp, *flat.shape)), mesh, "tp", BATCH_AXES)
         shards = _constrain(lm_head.reshape(tp, V // tp, D), mesh, "tp", None, "fsdp")
         first = jnp.arange(tp)[:, None, None] * (V // tp)
-        in_shards = (ids - first, None if support is None else support - first)  # [tp, tokens, _]
-        sums = jax.vmap(shard_sums, spmd_axis_name="tp")(copies, shards, *in_shards)
+        shard_ids = (ids - first, None if support is None else support - first)  # [tp, tokens, _]
+        sums = jax.vmap(shard_sums, spmd_axis_name="tp")(copies, shards, *shard_ids)
         sums = jax.tree.map(lambda x: x.reshape(tp * tiles, -1), sums)
 
     largest = sums.largest.max(axis=0)  # [tokens]
@@ -132,8 +132,8 @@ def _shard_sums(
     shard = jnp.pad(shard, ((0, tiles * tile - height), (0, 0))).reshape(tiles, tile, D)
     # Backward gets the largest logits, because it would need one more pass to compute them again.
     policy = jax.checkpoint_policies.save_only_these_names("largest")
-    again = jax.checkpoint(tile_sums, policy=policy, prevent_cse=False)
-    return jax.lax.map(again, (shard, jnp.arange(tiles) * tile))
+    checkpointed = jax.checkpoint(tile_sums, policy=policy, prevent_cse=False)
+    return jax.lax.map(checkpointed, (shard, jnp.arange(tiles) * tile))
 
 
 def _number_of_tiles(height: int, logits_bytes: int) -> int:

@@ -76,8 +76,8 @@ def read_lora(cfg: "Config", model: ModelConfig, adapters: Path | None) -> Lora 
         lora = _lora_of_folder(cfg, adapters)
     elif cfg.lora_rank == 0:
         if cfg.lora_base_dtype == "int8":
-            why = "quantizes LoRA's frozen base, and LORA_RANK=0 trains all weights"
-            raise UserMistake(f"LORA_BASE_DTYPE=int8 {why}; set LORA_RANK=16, or leave it out")
+            reason = "quantizes LoRA's frozen base, and LORA_RANK=0 trains all weights"
+            raise UserMistake(f"LORA_BASE_DTYPE=int8 {reason}; set LORA_RANK=16, or leave it out")
         return None
     else:
         targets = cfg.lora_targets.split(",") if cfg.lora_targets else matrices
@@ -179,8 +179,8 @@ def merge_with_folder(
     layers = arrange_layers(adapters, "unroll", jnp.float32).adapters
     tree: Any  # a PyTreeDef
     leaves, tree = jax.tree.flatten(table)
-    of_leaves = tree.flatten_up_to(Params(None, layers, None, None))
-    for leaf, adapter in zip(leaves, of_leaves, strict=True):
+    adapter_leaves = tree.flatten_up_to(Params(None, layers, None, None))
+    for leaf, adapter in zip(leaves, adapter_leaves, strict=True):
         tensor = tensors[leaf.name][:]
         if adapter is not None:
             a, b = map(gather_to_host, adapter)

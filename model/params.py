@@ -350,8 +350,8 @@ def abstract_array(leaf: Leaf, mesh: Mesh, dtype: DTypeLike) -> Any:
     shape, axes = leaf.shape, leaf.axes
     if not leaf.int8:
         return array(shape, axes, leaf.dtype(dtype))
-    of_columns = (*shape[:-2], shape[-1]), (*axes[:-2], axes[-1])
-    return Int8(array(shape, axes, jnp.int8), array(*of_columns, jnp.float32))
+    columns = (*shape[:-2], shape[-1]), (*axes[:-2], axes[-1])
+    return Int8(array(shape, axes, jnp.int8), array(*columns, jnp.float32))
 
 
 def param_shardings(model: ModelConfig, mesh: Mesh, layer_loop: str = "scan") -> Params:

@@ -79,7 +79,7 @@ def plan_compute(
     processes, T = len(devices) // devices_per_process(devices), cfg.max_length_sample
     sequences = sizes.micro_batch_size * processes // layout.batch_shards  # of the widest row
     prompts = sequences // prompt_share(cfg.num_pre_q, sequences)
-    chunk = CHUNK if model.qwen35 else 1  # as in Limits.widest
+    chunk = CHUNK if model.qwen35 else 1  # as in RowLimits.widest
     tokens = [prompts * -(-n // chunk) * chunk for n in (S, sequences // prompts * T)]
     row_tokens = sum(-(-n // LANES) * LANES for n in tokens)
     impl = choose_attention(cfg.attention_impl, model, platform, mesh.shape["tp"], row_tokens, T)
@@ -252,8 +252,8 @@ def linear_attention_flops(model: ModelConfig) -> float:
     assert (sizes := model.qwen35), "other families have no linear layers"
     dk, dv = sizes.key_dim, sizes.value_dim
     # The products of keys and queries with the keys of the chunk.
-    of_key_head = 4 * CHUNK * dk
+    key_head_flops = 4 * CHUNK * dk
     # The triangular system, the product with the corrections, and three with the state.
-    of_value_head = CHUNK * (dk + dv) + 2 * CHUNK * dv + 6 * dk * dv
-    of_layer = sizes.key_heads * of_key_head + sizes.value_heads * of_value_head
-    return (model.num_layers - model.num_groups) * of_layer
+    value_head_flops = CHUNK * (dk + dv) + 2 * CHUNK * dv + 6 * dk * dv
+    layer_flops = sizes.key_heads * key_head_flops + sizes.value_heads * value_head_flops
+    return (model.num_layers - model.num_groups) * layer_flops

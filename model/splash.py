@@ -30,8 +30,8 @@ def splash_attention(
     """
     S, t = rows.S, rows.prompt.shape[1]
     assert not rows.window, "splash has no sliding window"
-    in_blocks = S % LANES == t % LANES == 0
-    assert in_blocks, f"rows of {t} places with {S} for prompts are no multiples of {LANES}"
+    is_aligned = S % LANES == t % LANES == 0
+    assert is_aligned, f"rows of {t} places with {S} for prompts are no multiples of {LANES}"
     assert t <= MAX_ROW_TOKENS, f"the mask of a row of {t} places does not fit into an int32"
     q = q * q.shape[-1] ** -0.5
     return on_each_device(functools.partial(_splash_shard, S, interpret), q, kv, rows, layout)
@@ -55,11 +55,11 @@ def _splash_shard(
     def attend(
         q: jax.Array, k: jax.Array, v: jax.Array, prompt: jax.Array, start: jax.Array
     ) -> jax.Array:
-        by_query, by_key = _blocks_to_compute(prompt, start, S, block_size)
+        query_info, key_info = _blocks_to_compute(prompt, start, S, block_size)
         kernel = splash.SplashAttentionKernel(
-            by_query,
-            by_query,
-            by_key,
+            query_info,
+            query_info,
+            key_info,
             is_mqa=False,
             mask_function=functools.partial(_splash_mask, S),
             mask_value=splash.DEFAULT_MASK_VALUE,

@@ -88,8 +88,8 @@ def draw(task: str, arguments: list[str]) -> list[dict]:
             }
             examples.setdefault(item["question"], example)
     except Exception as error:  # A task may raise anything.
-        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise SystemExit(f"{task}: {why}") from None
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise SystemExit(f"{task}: {reason}") from None
     return [*examples.values()]
 
 

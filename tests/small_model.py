@@ -30,7 +30,7 @@ from model.layout import ROLLOUT_BATCH_AXES, TRAIN_BATCH_AXES, Layout
 from model.network import Compute
 from model.next_token import Sampling
 from model.params import Leaf, ModelConfig, Params, param_shardings, param_table
-from rows import Batch, MicroBatch, Widths, pack, prompts_of
+from rows import Batch, MicroBatch, RowShape, pack, prompts_of
 from sampling import Completions, NaiveBackend, Stopping
 from tools.bench import make_random_model
 
@@ -87,7 +87,7 @@ def in_rows(
     lengths = [len(prompt.ids) - 1 for prompt in batch.prompts]
     S = S or max(sum(lengths[p] for p in prompts_of(batch, row)) for row in rows)
     T = batch.completion_ids.shape[1]
-    return pack(batch, rows, Widths(S, share * T, share), pad_id=0)
+    return pack(batch, rows, RowShape(S, share * T, share), pad_id=0)
 
 
 def counts_by_hand(num_tokens: int, num_sequences: int, num_top_tokens: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from small_model import batch_of
 
-from rows import Batch, Limits, Widths, pack, plan_rows, prompts_of
+from rows import Batch, RowLimits, RowShape, pack, plan_rows, prompts_of
 
 
 def numbered(lengths: list[int], prompts: list[int], T: int = 0) -> Batch:
@@ -20,10 +20,10 @@ def numbered(lengths: list[int], prompts: list[int], T: int = 0) -> Batch:
     return batch_of(texts, ids * mask, mask, logps, np.arange(len(lengths), dtype=np.float32))
 
 
-def limits(**changes: int) -> Limits:
+def limits(**changes: int) -> RowLimits:
     """Of one device with micro-batches of 4 sequences."""
     given = {"shards": 1, "sequences": 4, "completions": 4, "max_length_sample": 16}
-    return Limits(**given | {"longest_prompt": 8} | changes)
+    return RowLimits(**given | {"longest_prompt": 8} | changes)
 
 
 # ---- What stands where ---------------------------------------------------------------------------
@@ -33,7 +33,7 @@ def test_in_long_rows_the_steps_of_S_grow_with_C() -> None:
     given = limits(max_length_sample=2048, longest_prompt=160)
     for length, S, C in ((500, 256, 2048), (1000, 256, 4096), (1500, 384, 6144)):
         steps, widths = plan_rows(numbered([length] * 4, [151]), range(4), given)
-        assert (steps, widths) == ([[[0, 1, 2, 3]]], Widths(S, C, Q=32))
+        assert (steps, widths) == ([[[0, 1, 2, 3]]], RowShape(S, C, Q=32))
 
 
 def test_rows_by_hand() -> None:
@@ -42,23 +42,23 @@ def test_rows_by_hand() -> None:
     lengths = [100, 75, 75, 50] + [100, 50, 50, 50] + [50] * 4 + [50, 50, 25, 25]
     batch = numbered(lengths, [51] * 4)
     given = limits(max_length_sample=128, longest_prompt=64)
-    assert given.widest() == Widths(S=64, C=512, Q=32)
+    assert given.widest() == RowShape(S=64, C=512, Q=32)
     first, second, third, fourth = ([*range(i, i + 4)] for i in (0, 4, 8, 12))
     # With C = 512 there are 64 places for prompts, too few for two. A fourth of all tokens is 225,
     # for which the first group is too large.
     rows = [[[0, 1, 2]], [[3, *third]], [second], [fourth]]
-    assert plan_rows(batch, range(16), given) == (rows, Widths(S=128, C=256, Q=32))
+    assert plan_rows(batch, range(16), given) == (rows, RowShape(S=128, C=256, Q=32))
     # 8 sequences have 128 places for prompts and 1024 for completions.
     wider = given._replace(sequences=8)
-    assert wider.widest() == Widths(S=128, C=1024, Q=64)
-    assert plan_rows(batch, range(8), wider) == ([[first + second]], Widths(S=128, C=768, Q=64))
+    assert wider.widest() == RowShape(S=128, C=1024, Q=64)
+    assert plan_rows(batch, range(8), wider) == ([[first + second]], RowShape(S=128, C=768, Q=64))
     both = [first + third, second + fourth]
-    assert plan_rows(batch, range(16), wider) == ([[x] for x in both], Widths(S=128, C=512, Q=64))
+    assert plan_rows(batch, range(16), wider) == ([[x] for x in both], RowShape(S=128, C=512, Q=64))
     # Two devices share a micro-step, down to the completions of a single group.
     twice = wider._replace(shards=2)
-    assert plan_rows(batch, range(16), twice) == ([both], Widths(S=128, C=512, Q=64))
-    assert plan_rows(batch, range(4), twice) == ([[[0, 1, 2], [3]]], Widths(S=128, C=256, Q=64))
-    assert plan_rows(batch, range(1), twice) == ([[[0], []]], Widths(S=128, C=256, Q=64))
+    assert plan_rows(batch, range(16), twice) == ([both], RowShape(S=128, C=512, Q=64))
+    assert plan_rows(batch, range(4), twice) == ([[[0, 1, 2], [3]]], RowShape(S=128, C=256, Q=64))
+    assert plan_rows(batch, range(1), twice) == ([[[0], []]], RowShape(S=128, C=256, Q=64))
     assert plan_rows(batch, [], twice)[0] == []
 
 
@@ -116,7 +116,7 @@ def test_with_chunks_prompts_end_and_groups_begin_at_their_multiples() -> None:
     lengths = np.array([3, 2, 1, 1, 2, 1])
     mask = (np.arange(3) < lengths[:, None]).astype(np.int32)
     batch = batch_of(prompts, ids, mask, np.zeros((6, 3)), np.zeros(6))
-    x = pack(batch, [[2, 3, 0, 1, 4, 5]], Widths(S=12, C=16, Q=6, chunk=4), pad_id=0)
+    x = pack(batch, [[2, 3, 0, 1, 4, 5]], RowShape(S=12, C=16, Q=6, chunk=4), pad_id=0)
     assert x.ids[0].tolist() == [0, 0, 1, 2, 0, 0, 0, 4, 5, 6, 7, 8] + [
         *[9, 9, 0, 0],  # the prompts of the row are in order, its groups need not be
         *[3, 11, 12, 3, 14, 0, 0, 0],

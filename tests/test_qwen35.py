@@ -52,7 +52,7 @@ from model.params import (
     param_shardings,
     param_table,
 )
-from rows import Limits, MicroBatch, pack, plan_rows
+from rows import MicroBatch, RowLimits, pack, plan_rows
 from sampling import NaiveBackend, Stopping, prefill
 from startup import set_up
 from tools.bench import make_random_model
@@ -171,7 +171,7 @@ def packed() -> tuple[list[list[int]], np.ndarray, np.ndarray, list[MicroBatch]]
     mask = (np.arange(65) < lengths[:, None]).astype(np.int32)
     zeros = np.zeros(ids.shape, np.float32)
     batch = batch_of(prompts, ids, mask, zeros, zeros[:, 0])
-    limits = Limits(1, 9, 3, 65, 128, unit=CHUNK, chunk=CHUNK)
+    limits = RowLimits(1, 9, 3, 65, 128, unit=CHUNK, chunk=CHUNK)
     [rows], widths = plan_rows(batch, range(9), limits)
     return prompts, ids, lengths, [pack(batch, rows, widths, pad_id=PAD)]
 

@@ -84,12 +84,12 @@ def half(completions, answer, completion_ids, **columns):
 # Each sequence has a row of its own, padded to the longest prompt and to MAX_LENGTH_SAMPLE.
 PADDED_ROWS = """
 import update
-from rows import Widths, next_multiple
+from rows import RowShape, next_multiple
 
 def padded_rows(batch, sequences, limits):
     S = max(batch.prompt_tokens(p) for p in range(len(batch.prompts)))
     T, chunk = batch.completion_ids.shape[1], limits.chunk
-    return [[[i]] for i in sequences], Widths(next_multiple(S, chunk), T, Q=1, chunk=chunk)
+    return [[[i]] for i in sequences], RowShape(next_multiple(S, chunk), T, Q=1, chunk=chunk)
 
 update.plan_rows = padded_rows
 """

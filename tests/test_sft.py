@@ -43,10 +43,10 @@ from infra.resume import describe_changes
 from loss import Objective
 from model import hf
 from model.network import Compute
-from rows import Limits
+from rows import RowLimits
 from startup import Run, result_fingerprint, set_up
 from train_sft import batch_of, customize_settings
-from update import Learner, Optimizer, init_state, one_update, pack_to_devices
+from update import LearnerConfig, Optimizer, init_state, one_update, pack_to_devices
 
 GOLDENS = Path(__file__).parent / "goldens"
 TRL = json.loads((GOLDENS / "sft.json").read_text(encoding="utf-8"))
@@ -80,12 +80,12 @@ def test_three_steps_are_those_of_trl_in_one_micro_batch_or_in_several(
     save_file(first, tmp_path / hf.WEIGHTS)
     model, layout = hf.read_config(tmp_path), train_layout(1, 1, 1)
     optimizer = Optimizer("adamw", case["weight_decay"], case["clip_norm"])
-    learner = Learner(
+    learner = LearnerConfig(
         compute=Compute(model, jnp.dtype("float32"), layout, "none"),
         objective=Objective("sft"),
         optimizer=optimizer,
         temperature=1.0,
-        limits=Limits(1, sequences, 1, T, longest_prompt=16),
+        limits=RowLimits(1, sequences, 1, T, longest_prompt=16),
         pad_id=0,
         accumulates=True,
         skips_zero_advantages=True,

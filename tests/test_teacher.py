@@ -43,7 +43,7 @@ from rows import Batch
 from startup import Run, result_fingerprint, set_up
 from tools.bench import make_random_model
 from train_grpo import with_logps
-from update import Learner, init_state, one_update
+from update import LearnerConfig, init_state, one_update
 
 GOLDENS = Path(__file__).parent / "goldens"
 TRL = json.loads((GOLDENS / "teacher.json").read_text(encoding="utf-8"))
@@ -158,7 +158,7 @@ def batch_for(run: Run, support: int = 0) -> Batch:
 
 
 def update_of(
-    run: Run, batch: Batch | None = None, judge: Learner | None = None, **changes: Any
+    run: Run, batch: Batch | None = None, judge: LearnerConfig | None = None, **changes: Any
 ) -> dict[str, float]:
     """The metrics of one update from tiny/. judge: computes the teacher in place of the run's."""
     learner = dataclasses.replace(run.learner, **changes)
@@ -222,7 +222,9 @@ def test_micro_batches_packing_and_meshes_do_not_change_an_update(teacher: Path)
         ((8, 1, 1), all_axes, 1),
     ):
 
-        def placed(learner: Learner, mesh: tuple[int, ...], micro: int = micro) -> dict[str, Any]:
+        def placed(
+            learner: LearnerConfig, mesh: tuple[int, ...], micro: int = micro
+        ) -> dict[str, Any]:
             layout = train_layout(*mesh)
             compute = learner.compute._replace(layout=layout)
             limits = learner.limits._replace(shards=layout.batch_shards, sequences=micro)

@@ -35,7 +35,7 @@ from metrics import merge_metrics
 from model.layout import shard_batch
 from model.network import Compute
 from model.params import Params
-from rows import Batch, Limits, pack, plan_rows
+from rows import Batch, RowLimits, pack, plan_rows
 from update import Optimizer, init_state, micro_step, optimizer_step
 
 K, T = 8, 6
@@ -131,7 +131,7 @@ def step(
     """
     batch, where = batch or sequences(), train_layout(*mesh)
     if packed:
-        limits = Limits(where.batch_shards, micro, K, T, longest_prompt=8, unit=1)
+        limits = RowLimits(where.batch_shards, micro, K, T, longest_prompt=8, unit=1)
         steps, widths = plan_rows(batch, range(2 * K), limits)
         micro_batches = [pack(batch, rows, widths, pad_id=3) for rows in steps]
     else:

@@ -36,7 +36,7 @@ from model.layout import TRAIN_BATCH_AXES, Layout, make_mesh
 from model.network import Compute
 from model.params import ModelConfig, Params, init_params
 from rewards import SYSTEM_PROMPT, TAGS
-from rows import Batch, MicroBatch, Widths, pack
+from rows import Batch, MicroBatch, RowShape, pack
 from update import compute_logps_and_entropies, learning_rate
 
 if TYPE_CHECKING:
@@ -256,7 +256,7 @@ def micro_batch(
     logps, advantages = np.zeros(mask.shape, np.float32), np.zeros(len(mask), np.float32)  # unused
     batch = Batch(prompts, ids, mask, lengths, logps, advantages=advantages)
     rows = np.arange(len(completions)).reshape(-1, share).tolist()
-    return pack(batch, rows, Widths(S, share * T, share), pad_id=0)
+    return pack(batch, rows, RowShape(S, share * T, share), pad_id=0)
 
 
 def warm_up(

@@ -58,9 +58,9 @@ def find_weights(cfg: Config) -> Config:
     checkpoints = cfg.checkpoint_dir or f"{cfg.output_dir}/checkpoints"
     if Checkpoints(checkpoints, read_only=True).steps():
         return replace(cfg, resume=checkpoints)
-    where = f"OUTPUT_DIR={cfg.output_dir}" if cfg.output_dir else f"CHECKPOINT_DIR={checkpoints}"
+    name = f"OUTPUT_DIR={cfg.output_dir}" if cfg.output_dir else f"CHECKPOINT_DIR={checkpoints}"
     raise UserMistake(
-        f"{where} has no weights: no complete checkpoint in {checkpoints}; name the folder of a "
+        f"{name} has no weights: no complete checkpoint in {checkpoints}; name the folder of a "
         f"run, or set RESUME=never to ask MODEL_PATH, which may be an export"
     )
 

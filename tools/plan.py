@@ -48,7 +48,7 @@ from model.network import Compute
 from model.next_token import Sampling, support_size
 from model.params import Gemma3, ModelConfig, Qwen35, abstract_params, combine_params
 from model.placement import num_params, plan_compute, raise_if_too_long, rollout_mesh_text
-from rows import Batch, MicroBatch, Widths, pack
+from rows import Batch, MicroBatch, RowShape, pack
 from sampling import Stopping, begin, decode, drop_sequences, prefill, smaller_batches, sync_weights
 from startup import (
     eval_sampling_of,
@@ -252,8 +252,8 @@ def engine_memory(plan: Plan, limit: float, rest: int) -> Memory:
     numbers = plan.engine_tokens * model.num_layers * 2 * heads * width
     bytes_each = rollout.dtype.itemsize / devices
     weights, pool = num_params(model) * bytes_each, numbers * bytes_each
-    most = plan.cfg.sglang_jax_mem_fraction_static * limit
-    return Memory(0, max(weights, min(weights + pool, most)), rest)
+    share = plan.cfg.sglang_jax_mem_fraction_static * limit
+    return Memory(0, max(weights, min(weights + pool, share)), rest)
 
 
 def bytes_per_device(tree: Any) -> int:
@@ -349,8 +349,8 @@ def list_programs(plan: Plan) -> dict[str, Program]:
         reference = state.params if base else abstract_params(model, mesh, training.dtype)
     params, frozen = combine_params(base, state.params), [base, reference]
     if teacher := plan.teacher:
-        where = teacher.layout.mesh, teacher.dtype, teacher.layer_loop
-        frozen.append(abstract_params(teacher.model, *where))
+        arguments = teacher.layout.mesh, teacher.dtype, teacher.layer_loop
+        frozen.append(abstract_params(teacher.model, *arguments))
     held = bytes_per_device((state, frozen))
 
     copied = state.params if rollout.shares_base else params
@@ -458,7 +458,7 @@ def rollout_programs(
     return programs
 
 
-def micro_batch(plan: Plan, widths: Widths) -> MicroBatch:
+def micro_batch(plan: Plan, widths: RowShape) -> MicroBatch:
     """The shapes of a micro-batch of the longest prompts and completions, by packing nothing."""
     cfg, layout, sampling = plan.cfg, plan.training.layout, sampling_of(plan.cfg)
     U = support_size(sampling, plan.training.model.vocab_size)
@@ -479,11 +479,11 @@ def micro_batch(plan: Plan, widths: Widths) -> MicroBatch:
     )
     row = pack(batch, [[]], widths, pad_id=0)
 
-    def of_all_shards(x: np.ndarray) -> jax.ShapeDtypeStruct:
+    def global_shape(x: np.ndarray) -> jax.ShapeDtypeStruct:
         shape = layout.batch_shards * len(x), *x.shape[1:]
         return array(layout.mesh, shape, x.dtype, layout.batch_axes)
 
-    return jax.tree.map(of_all_shards, row)
+    return jax.tree.map(global_shape, row)
 
 
 # ---- Well-known models ---------------------------------------------------------------------------

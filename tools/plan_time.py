@@ -101,8 +101,8 @@ def update_work(compute: Compute, lengths: Lengths, micro_steps: float) -> np.nd
     remat, (read, gathered) = compute.remat == "full", weight_bytes(compute)
     passes = (2 if compute.model.lora else 3) + remat
     # A forward gathers the weights, and backward sends as many bytes of gradients back.
-    of_weights = np.array([0, (3 + remat) * read, (2 + remat) * gathered, 0])
-    return passes * forward_work(compute, lengths) + micro_steps * of_weights
+    weight_work = np.array([0, (3 + remat) * read, (2 + remat) * gathered, 0])
+    return passes * forward_work(compute, lengths) + micro_steps * weight_work
 
 
 def weight_bytes(compute: Compute) -> tuple[float, float]:

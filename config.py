@@ -412,10 +412,9 @@ def contradictions(cfg: Config) -> Iterator[str]:
         yield f"{text} {reason}; leave SAMPLING_SUPPORT out"
     for name, text in (("policy_loss_impl", "pallas"), ("rollout_backend", "sglang_jax")):
         if cfg.replays() and getattr(cfg, name) == text:
-            reason = (
-                f"{name.upper()}={text} cannot replay the tokens that TOP_K, TOP_P, MIN_P leave"
-            )
-            yield f"{reason}; leave {name.upper()} out, or set SAMPLING_SUPPORT=full (a biased loss)"
+            setting, support = name.upper(), "the tokens that TOP_K, TOP_P, MIN_P leave"
+            advice = f"leave {setting} out, or set SAMPLING_SUPPORT=full (a biased loss)"
+            yield f"{setting}={text} cannot replay {support}; {advice}"
     if cfg.lora_base_dtype == "int8" and cfg.rollout_backend == "sglang_jax":
         reason = "has no float weights that ROLLOUT_BACKEND=sglang_jax could merge with adapters"
         yield f"LORA_BASE_DTYPE=int8 {reason}; leave out one of them"

@@ -90,17 +90,17 @@ def load_examples(
     is_path = path.exists() or path.suffix in SUFFIXES or dataset.startswith(("/", "~", "."))
     one_file = is_path and not path.is_dir()
     if one_file:
-        sources = {dataset: _read_file(path)}
+        contents = {dataset: _read_file(path)}
     elif is_path:
-        sources = {str(file): _read_file(file) for file in _split_files(path, split)}
+        contents = {str(file): _read_file(file) for file in _split_files(path, split)}
     else:
-        sources = {f"DATASET={dataset}:{split}": _read_hub(dataset, config, split)}
+        contents = {f"DATASET={dataset}:{split}": _read_hub(dataset, config, split)}
     examples, texts, names = [], [], (question, answer, completion)
-    for source, items in sources.items():
+    for file, items in contents.items():
         for number, item in enumerate(items, start=1):
             examples.append(item if isinstance(item, dict) else {})
-            place = f"{source} example {number}"
-            texts.append(read_question_and_answer(place, examples[-1], *names))
+            source = f"{file} example {number}"
+            texts.append(read_question_and_answer(source, examples[-1], *names))
     if 0 < sum("prompts" in example_texts for example_texts in texts) < len(texts):
         reason = "some questions are texts, and others lists of messages; write all in one form"
         raise UserMistake(f"DATASET={dataset}, split {split!r}: {reason}")
@@ -125,7 +125,7 @@ def load_examples(
             raise UserMistake(f"DATASET={dataset} has no split {split!r}; {reason}")
         test_size = max(1, round(HELD_OUT * len(examples)))
         train, test = examples[:-test_size], examples[-test_size:]
-        # Of `completions` the messages count, and not the place.
+        # Of `completions` the messages count, and not the source.
         keys = [
             (e.get("prompts") or e["question"], *e.get("completions", ())[:1]) for e in examples
         ]
@@ -146,7 +146,7 @@ def load_examples(
 
 
 def read_question_and_answer(
-    place: str,
+    source: str,
     columns: Mapping[str, Any],
     question: str,
     answer: str | None,
@@ -155,23 +155,23 @@ def read_question_and_answer(
     """Returns the `question`, the `answer` and, if the question is a list of messages, the
     `prompts` of an example. An answer that is a number becomes its text.
 
-    place: of the example, for the error. question, answer, completion: names of columns, see
+    source: of the example, for the error. question, answer, completion: names of columns, see
     find_column; None: it is not read. Raises UserMistake if a text is missing.
     """
     texts: Example = {}
     if completion is not None:
-        columns, texts["completions"] = read_completion(place, columns, question, completion)
+        columns, texts["completions"] = read_completion(source, columns, question, completion)
     for name, column in (("question", question), ("answer", answer)):
         if column is None:
             continue
         value = find_column(columns, column)
         if name == "question" and (messages := as_messages(value)):
-            texts |= read_question(messages, f"{place}, column {column!r}")
+            texts |= read_question(messages, f"{source}, column {column!r}")
             continue
         value = number_to_text(value) if name == "answer" else value
         if not isinstance(value, str) or not value.strip():
             raise UserMistake(
-                f"{place} has no text in {column!r}, but {value!r:.80}; write it as text, or set "
+                f"{source} has no text in {column!r}, but {value!r:.80}; write it as text, or set "
                 f"{name.upper()}_COLUMN to one of its columns, {', '.join(columns)}"
             )
         texts[name] = value
@@ -179,10 +179,10 @@ def read_question_and_answer(
 
 
 def read_completion(
-    place: str, columns: Mapping[str, Any], question: str, completion: str
+    source: str, columns: Mapping[str, Any], question: str, completion: str
 ) -> tuple[Mapping[str, Any], tuple[list[Message], str]]:
     """Returns the columns with the messages of a question alone, and a pair: the messages that
-    follow it, up to the last one of the assistant, and the place, for errors.
+    follow it, up to the last one of the assistant, and the source, for errors.
 
     completion: the column of a text or of messages. "": the question's column has conversations,
     and the assistant's first answer to the user begins what follows. Raises UserMistake without it.
@@ -192,21 +192,21 @@ def read_completion(
     messages = as_messages(value) or []
     if completion and not messages and value not in (None, ""):
         messages = [{"role": "assistant", "content": number_to_text(value)}]
-    messages = read_messages(messages, f"{place}, column {column!r}")
+    messages = read_messages(messages, f"{source}, column {column!r}")
     roles = [message["role"] for message in messages]
     turns = [i for i, role in enumerate(roles) if role == "assistant"]
     if not completion:
         turns = [i for i in turns if "user" in roles[:i]]
     if not turns:
         raise UserMistake(
-            f"{place} has no answer of the assistant in {column!r}, but {value!r:.80}; set "
+            f"{source} has no answer of the assistant in {column!r}, but {value!r:.80}; set "
             f"QUESTION_COLUMN to a column of conversations, or COMPLETION_COLUMN to one of "
             f"completions; its columns are {', '.join(columns)}"
         )
     first = 0 if completion else turns[0]
     if not completion:
         columns = {**columns, column: messages[:first]}
-    return columns, (messages[first : turns[-1] + 1], place)
+    return columns, (messages[first : turns[-1] + 1], source)
 
 
 def number_to_text(value: object) -> object:
@@ -236,7 +236,7 @@ def as_messages(value: object) -> list | None:
     return value if isinstance(value, list) else None
 
 
-def read_messages(value: list, place: str) -> list[Message]:
+def read_messages(value: list, source: str) -> list[Message]:
     """Returns messages as chat templates take them. Calls of tools need no content. Raises
     UserMistake if another message has no text as its content, or one has none as its role."""
     messages = []
@@ -248,7 +248,7 @@ def read_messages(value: list, place: str) -> list[Message]:
             fields = {"content": ""} | fields
         if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
             example = '{"role": "user", "content": "a text"}'
-            raise UserMistake(f"{place}: message {number} is {message!r:.80}, and not {example}")
+            raise UserMistake(f"{source}: message {number} is {message!r:.80}, and not {example}")
         messages.append(fields)
     return messages
 
@@ -264,14 +264,14 @@ def clean_fields(fields: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def read_question(value: list, place: str) -> Example:
+def read_question(value: list, source: str) -> Example:
     """Returns a list of messages as the `prompts` and the `question` of an example. Raises
     UserMistake if it is no such list, or if its last message is not a question of the user."""
-    messages = read_messages(value, place)
+    messages = read_messages(value, source)
     last = messages[-1]
     if last["role"] != "user" or not last["content"].strip():
         reason = f"the last message must be the user's question, not {last!r:.80}"
-        raise UserMistake(f"{place}: {reason}; drop the messages after the question")
+        raise UserMistake(f"{source}: {reason}; drop the messages after the question")
     return {"question": last["content"], "prompts": messages}
 
 
@@ -578,8 +578,8 @@ def batch_indices(
     Each epoch visits every example once, in an order that depends on (seed, epoch) alone. A round
     may begin in one epoch and end in the next.
     """
-    places = round_number * prompts_per_step + np.arange(prompts_per_step)  # [P]
-    epochs, offsets = np.divmod(places, num_examples)  # [P], [P]
+    positions = round_number * prompts_per_step + np.arange(prompts_per_step)  # [P]
+    epochs, offsets = np.divmod(positions, num_examples)  # [P], [P]
     pairs = zip(epochs, offsets, strict=True)
     return np.array([_order(num_examples, seed, epoch)[offset] for epoch, offset in pairs])
 

@@ -22,7 +22,7 @@ class Demonstration(NamedTuple):
     columns: Example
     completion_ids: list[int]
     completion_mask: list[int]  # 1 on the tokens that are learnt, 0 on those between the turns
-    place: str  # the file and the number of the example
+    source: str  # the file and the number of the example
 
 
 def build_demonstrations(
@@ -30,7 +30,7 @@ def build_demonstrations(
 ) -> list[Demonstration]:
     """The demonstrations of examples that have `completions`, see data.load_examples.
 
-    vocab_size: rows of the model's embedding. Raises UserMistake, with the place of the example, if
+    vocab_size: rows of the model's embedding. Raises UserMistake, with the example, if
     the chat template cannot write it, or if a token has no row.
     """
     end_id, tokenizer = data.end_of_turn_id(chat_format), chat_format.tokenizer
@@ -43,7 +43,7 @@ def build_demonstrations(
     demonstrations = []
     for example in examples:
         columns = {**example}
-        completion, place = columns.pop("completions")
+        completion, source = columns.pop("completions")
         # Turns of the prompt, such as those of SYSTEM_PROMPT, are not learnt.
         turns = sum(message["role"] == "assistant" for message in completion)
         chat = chat_format.messages_of(columns) + completion
@@ -52,9 +52,9 @@ def build_demonstrations(
             pieces = cut_out_turns(chat, turns, chat_format, end, is_written=end_id is not None)
             ids, *parts = tokenize_pieces(pieces, chat_format, vocab_size)
         except UserMistake as error:
-            raise UserMistake(f"{place}: {error}") from None
+            raise UserMistake(f"{source}: {error}") from None
         mask = [1 - i % 2 for i, part in enumerate(parts) for _ in part]
-        demonstrations.append(Demonstration(ids, columns, sum(parts, []), mask, place))
+        demonstrations.append(Demonstration(ids, columns, sum(parts, []), mask, source))
     return demonstrations
 
 

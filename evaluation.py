@@ -87,7 +87,7 @@ def answer_questions(
     # REWARD_TIMEOUT_S limits one call of a reward function, which gets the completions of one pass.
     for i in range(0, len(local_questions), size):
         span = slice(i * samples, (i + size) * samples)
-        part = jax.tree.map(lambda x, of_pass=span: x[span], completions)
+        part = jax.tree.map(lambda x, span=span: x[span], completions)
         rewards.append(reward_completions(rollout, local_questions[i : i + size], part))
     totals, per_function = concatenate_trees(rewards)
     stop_ids = rollout.stopping.stop_ids

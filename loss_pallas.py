@@ -22,6 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, PartitionSpec
 
 MASKED = -1e30  # A logit of probability 0. It is finite because inf - inf is NaN.
+Ref = Any  # a block of an array in VMEM, or the scalars in SMEM
 TOKENS, HEAD = PartitionSpec(("dp", "fsdp")), PartitionSpec("tp", "fsdp")
 # (MiB of VMEM of a core, cores of a device) by the beginning of device_kind, as in jax 0.10's
 # jax/_src/pallas/mosaic/tpu_info.py. The first match counts, so v5e ("v5 lite") stands before v5p.
@@ -175,11 +176,11 @@ def _forward_shard(
     statistics = jax.lax.fori_loop(0, tiles.count, add_tile, statistics)
     largest, chosen, total, weighted = statistics.T
     if call.mesh:
-        top = jax.lax.pmax(largest, "tp")
-        scale = jnp.exp(largest - top)
-        weighted = scale * (weighted + (largest - top) * total)
+        max_logit = jax.lax.pmax(largest, "tp")
+        scale = jnp.exp(largest - max_logit)
+        weighted = scale * (weighted + (largest - max_logit) * total)
         chosen, total, weighted = jax.lax.psum((chosen, scale * total, weighted), "tp")
-        largest = top
+        largest = max_logit
     logsumexp = largest + jnp.log(total)
     # logsumexp - sum(p logits) would cancel for large logits and leave few digits of the entropy.
     entropy = jnp.log(total) - weighted / total
@@ -187,13 +188,13 @@ def _forward_shard(
 
 
 def _backward_shard(
-    call: Call, hidden: jax.Array, lm_head: jax.Array, ids: jax.Array, *of_tokens: jax.Array
+    call: Call, hidden: jax.Array, lm_head: jax.Array, ids: jax.Array, *token_arrays: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the gradients of hidden and lm_head, in their dtypes. of_tokens: entropy, logsumexp,
-    and the gradients of logps and entropy, each [...]."""
+    """Returns the gradients of hidden and lm_head, in their dtypes. token_arrays: entropy,
+    logsumexp, and the gradients of logps and entropy, each [...]."""
     shape, tiles = hidden.shape, _tiles(call, hidden, lm_head)
     hidden, ids = hidden.reshape(-1, shape[-1]), ids.reshape(-1, 1)
-    inputs = _pack(*(x.reshape(-1, 1) for x in of_tokens))
+    inputs = _pack(*(x.reshape(-1, 1) for x in token_arrays))
 
     def add_tile(i: jax.Array, grads: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         w, position = tiles.load(lm_head, i, hidden.dtype)
@@ -236,28 +237,36 @@ def _forward_tile(
     tokens, D = hidden.shape
     block = min(_block(call, hidden), tokens)
 
-    def kernel(position, hidden, w, ids, before, after):
-        largest, chosen, total, weighted = _unpack(before[...])  # each [block, 1]
-        logits, is_new, is_sampled = _logits(call, position, hidden[...], w[...], ids[...])
+    def kernel(
+        position_ref: Ref,  # [2]
+        hidden_ref: Ref,  # [block, D]
+        w_ref: Ref,  # [tile, D]
+        ids_ref: Ref,  # [block, 1]
+        before_ref: Ref,  # [block, COLUMNS], the statistics without the tile
+        after_ref: Ref,  # [block, COLUMNS]
+    ) -> None:
+        largest, chosen, total, weighted = _unpack(before_ref[...])  # each [block, 1]
+        arrays = hidden_ref[...], w_ref[...], ids_ref[...]
+        logits, is_new, is_sampled = _logits(call, position_ref, *arrays)
         logits = jnp.where(is_new, logits, MASKED)
-        top = jnp.maximum(largest, logits.max(axis=1, keepdims=True))
-        fall, below = largest - top, logits - top
+        max_logit = jnp.maximum(largest, logits.max(axis=1, keepdims=True))
+        fall, below = largest - max_logit, logits - max_logit
         scale, e = jnp.exp(fall), jnp.exp(below)
         chosen += jnp.where(is_sampled, logits, 0.0).sum(axis=1, keepdims=True)
         weighted = scale * (weighted + fall * total) + (e * below).sum(axis=1, keepdims=True)
         total = scale * total + e.sum(axis=1, keepdims=True)
-        after[...] = _pack(top, chosen, total, weighted)
+        after_ref[...] = _pack(max_logit, chosen, total, weighted)
 
-    def of_block(width: int) -> pl.BlockSpec:
+    def token_spec(width: int) -> pl.BlockSpec:
         return pl.BlockSpec((block, width), lambda i: (i, 0))
 
-    of_tile = pl.BlockSpec(w.shape, lambda i: (0, 0), pipeline_mode=pl.Buffered(1))
+    tile_spec = pl.BlockSpec(w.shape, lambda i: (0, 0), pipeline_mode=pl.Buffered(1))
     scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
     return pl.pallas_call(
         kernel,
         grid=(pl.cdiv(tokens, block),),
-        in_specs=[scalars, of_block(D), of_tile, of_block(1), of_block(COLUMNS)],
-        out_specs=of_block(COLUMNS),
+        in_specs=[scalars, token_spec(D), tile_spec, token_spec(1), token_spec(COLUMNS)],
+        out_specs=token_spec(COLUMNS),
         out_shape=jax.ShapeDtypeStruct(statistics.shape, statistics.dtype),
         **_settings(call, "parallel"),
     )(position, hidden, w, ids, statistics)
@@ -285,10 +294,19 @@ def _backward_tile(
     cores = _vmem_and_cores(call.kernel.device_kind)[1]
     cores = cores if blocks % cores == 0 else 1
 
-    def kernel(position, hidden, w, ids, inputs, before, grad_hidden, grad_w):
-        hidden, w = hidden[...], w[...]
-        entropy, logsumexp, grad_logp, grad_entropy = _unpack(inputs[...])  # each [block, 1]
-        logits, is_new, is_sampled = _logits(call, position, hidden, w, ids[...])
+    def kernel(
+        position_ref: Ref,  # [2]
+        hidden_ref: Ref,  # [block, D]
+        w_ref: Ref,  # [tile, D]
+        ids_ref: Ref,  # [block, 1]
+        inputs_ref: Ref,  # [block, COLUMNS]
+        before_ref: Ref,  # [block, D], grad_hidden without the tile
+        grad_hidden_ref: Ref,  # [block, D]
+        grad_w_ref: Ref,  # [tile, D]
+    ) -> None:
+        hidden, w = hidden_ref[...], w_ref[...]
+        entropy, logsumexp, grad_logp, grad_entropy = _unpack(inputs_ref[...])  # each [block, 1]
+        logits, is_new, is_sampled = _logits(call, position_ref, hidden, w, ids_ref[...])
         logp = logits - logsumexp
         p = jnp.where(is_new, jnp.exp(logp), 0.0)
         g = jnp.where(is_sampled, grad_logp, 0.0)
@@ -298,26 +316,26 @@ def _backward_tile(
             i = pl.program_id(0) * (blocks // cores) + pl.program_id(1)
             token = i * block + jax.lax.broadcasted_iota(jnp.int32, (block, 1), 0)
             hidden, g = (jnp.where(token < tokens, x, 0) for x in (hidden, g))
-        grad_hidden[...] = before[...] + _dot(g, w, 1, 0)
+        grad_hidden_ref[...] = before_ref[...] + _dot(g, w, 1, 0)
 
         @pl.when(pl.program_id(1) == 0)
-        def _():
-            grad_w[...] = jnp.zeros_like(grad_w)
+        def _() -> None:
+            grad_w_ref[...] = jnp.zeros_like(grad_w_ref)
 
-        grad_w[...] += _dot(g, hidden, 0, 0)
+        grad_w_ref[...] += _dot(g, hidden, 0, 0)
 
-    def of_block(width: int) -> pl.BlockSpec:
+    def token_spec(width: int) -> pl.BlockSpec:
         return pl.BlockSpec((block, width), lambda core, i: (core * (blocks // cores) + i, 0))
 
     once = pl.Buffered(1)
-    of_tile = pl.BlockSpec((tile, D), lambda core, i: (0, 0), pipeline_mode=once)
-    of_core = pl.BlockSpec((None, tile, D), lambda core, i: (core, 0, 0), pipeline_mode=once)
+    tile_spec = pl.BlockSpec((tile, D), lambda core, i: (0, 0), pipeline_mode=once)
+    core_spec = pl.BlockSpec((None, tile, D), lambda core, i: (core, 0, 0), pipeline_mode=once)
     scalars, widths = pl.BlockSpec(memory_space=pltpu.SMEM), (1, COLUMNS, D)
     grad_hidden, grad_w = pl.pallas_call(
         kernel,
         grid=(cores, blocks // cores),
-        in_specs=[scalars, of_block(D), of_tile, *map(of_block, widths)],
-        out_specs=[of_block(D), of_core],
+        in_specs=[scalars, token_spec(D), tile_spec, *map(token_spec, widths)],
+        out_specs=[token_spec(D), core_spec],
         out_shape=[
             jax.ShapeDtypeStruct((tokens, D), jnp.float32),
             jax.ShapeDtypeStruct((cores, tile, D), jnp.float32),

@@ -68,15 +68,15 @@ def rescale_to_all_tokens(
 def computed_per_token(
     micro_batches: Sequence[MicroBatch], batch: Batch, sequences: np.ndarray
 ) -> float:
-    """The number of places in all rows (their tokens and padding), divided by the tokens of the
+    """The number of slots in all rows (their tokens and padding), divided by the tokens of the
     prompts and completions that they hold.
 
     sequences: the indices of the sequences in the rows.
     """
     prompts = {batch.prompt_of(i) for i in sequences}
     tokens = sum(len(batch.prompts[p].ids) - 1 for p in prompts) + batch.lengths[sequences].sum()
-    places = sum(micro_batch.ids.size for micro_batch in micro_batches)
-    return float(places / tokens) if tokens else math.nan
+    slots = sum(micro_batch.ids.size for micro_batch in micro_batches)
+    return float(slots / tokens) if tokens else math.nan
 
 
 def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
@@ -352,16 +352,18 @@ def completion_entries(
 def sample_table(step: int, entry: dict[str, Any]) -> str:
     """The completions of one group for the log. Lines of their texts are indented, so that programs
     that parse the log do not take them for lines of the run."""
-    lines = [f"sample step={step} question: {visible(shorten(entry['question']))}"]
+    lines = [
+        f"sample step={step} question: {escape_control_characters(shorten(entry['question']))}"
+    ]
     for completion in entry["completions"]:
         facts = completion_facts(completion)
         lines.append("  " + " ".join(f"{name}={value}" for name, value in facts))
         text_lines = shorten(completion["text"]).splitlines() or [""]
-        lines += [f"    {visible(line)}" for line in text_lines]
+        lines += [f"    {escape_control_characters(line)}" for line in text_lines]
     return "\n".join(lines)
 
 
-def visible(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     """The text in a single line: characters that cannot be printed become escapes such as \\n."""
     return "".join(x if x.isprintable() else ascii(x)[1:-1] for x in text)
 

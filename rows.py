@@ -3,18 +3,18 @@
 A row begins with its prompts, each without its last token. Its completions follow. The inputs of a
 completion are the last token of its prompt, then its own tokens but the last. A completion attends
 to its prompt and to itself. A row holds a prompt once, however many of its completions follow. All
-rows of an update have the same widths S and C, which follow from its batch and the run's RowLimits.
+rows of an update have the same widths S and C, which follow from its batch and from RowLimits.
 
-A row of S = 4 + C = 8 places with two prompts, `a b c` and `p q r`, and three completions:
+A row of S = 4 + C = 8 slots with two prompts, `a b c` and `p q r`, and three completions:
 `x y z` of the first prompt, `u v` and `w` of the second. `.` is padding.
 
-    place       0 1 2 3   4 5 6  7 8  9  10 11
+    slot        0 1 2 3   4 5 6  7 8  9  10 11
     ids         a b p q   c x y  r u  r  .  .       the input tokens
     positions   0 1 0 1   2 3 4  2 3  2  0  0       of the input in its sequence
-    prompt      0 0 1 1   0 0 0  1 1  1 -1 -1       the input's prompt, by its index in the row
-    start       0 0 2 2   4 4 4  7 7  9 10 11       the place where its prompt or completion begins
+    segment_ids 0 0 1 1   0 0 0  1 1  1 -1 -1       the input's prompt, by its index in the row
+    start       0 0 2 2   4 4 4  7 7  9 10 11       the slot where its prompt or completion begins
     targets               x y z  u v  w  .  .       the next token, whose log-probability is needed
-    places                0 1 2  3 4  5             the target places of each completion, from S on
+    slots                 0 1 2  3 4  5             the target slots of each completion, from S on
 
 The attention mask has a line for each input token, with an x for each key that it attends to:
 
@@ -29,11 +29,11 @@ The attention mask has a line for each input token, with an x for each key that 
      8  u           x x          x x
      9  r           x x               x             not to another completion of the same prompt
 
-Linear attention (RowLimits.chunk) needs prompts that end at a multiple of CHUNK places, and groups of
-completions that begin at one. Then padding stands before prompts and between groups, too.
+Linear attention (RowLimits.chunk) needs prompts that end at a multiple of CHUNK slots, and groups
+of completions that begin at one. Then there is padding before prompts and between groups, too.
 
 Dimensions: B sequences of a batch, K completions per prompt. X rows of a micro-step over all
-devices, each with S places for prompt tokens, C for completion tokens and Q for sequences.
+devices, each with S slots for prompt tokens, C for completion tokens and Q for sequences.
 T completion tokens, padded to MAX_LENGTH_SAMPLE; U ids of a support.
 """
 
@@ -74,7 +74,7 @@ class Batch(NamedTuple):
     ref_logps: np.ndarray | None = None  # [B, T] float32 nats
     teacher_logps: np.ndarray | None = None  # [B, T] float32 nats
     top_mask: np.ndarray | None = None  # [B, T] int32, 1 on the tokens of TOP_ENTROPY_QUANTILE
-    support: np.ndarray | None = None  # [B, T, U] int32 ids, -1 in unused places
+    support: np.ndarray | None = None  # [B, T, U] int32 ids, -1 in unused slots
     cut_tokens: np.ndarray | None = None  # [B] int32, tokens whose support was cut to U ids
 
     def completions_per_prompt(self) -> int:
@@ -110,23 +110,24 @@ class Batch(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """The rows of one micro-step: NumPy arrays of this process, or arrays over all devices."""
+    """The rows of one micro-step, which the picture explains: NumPy arrays of this process, or
+    arrays over all devices."""
 
-    ids: Any  # [X, S+C] int32, like positions, prompt and start; the picture above explains them
-    positions: Any
-    prompt: Any  # -1: padding
-    start: Any
+    ids: Any  # [X, S+C] int32
+    positions: Any  # [X, S+C] int32
+    segment_ids: Any  # [X, S+C] int32, -1 on padding
+    start: Any  # [X, S+C] int32
     targets: Any  # [X, C] int32
-    places: Any  # [X, Q, T] int32, the targets of each sequence: indices into C; 0 on padding
-    sequences: Any  # [X*Q] int32, the index of each sequence in its batch; -1: an unused place
-    completion_mask: Any  # [X*Q, T] int32, 1 on the tokens of the loss; 0 in unused places
+    slots: Any  # [X, Q, T] int32, the targets of each sequence: indices into C; 0 on padding
+    sequences: Any  # [X*Q] int32, the index of each sequence in its batch; -1: an unused slot
+    completion_mask: Any  # [X*Q, T] int32, 1 on the tokens of the loss; 0 in unused slots
     sampling_logps: Any  # [X*Q, T] float32 nats
     advantages: Any  # [X*Q] float32
     old_logps: Any = None  # [X*Q, T] float32 nats; None: the current logps, so that each ratio is 1
     ref_logps: Any = None  # [X*Q, T] float32 nats; None: no reference
     teacher_logps: Any = None  # [X*Q, T] float32 nats; None: no teacher
     top_mask: Any = None  # [X*Q, T] int32, 1 on the tokens of TOP_ENTROPY_QUANTILE; None: all
-    # [X, C, U] int32 ids over which log-probabilities are normalized, -1 in unused places. None:
+    # [X, C, U] int32 ids over which log-probabilities are normalized, -1 in unused slots. None:
     # they are normalized over the vocabulary.
     support: Any = None
 
@@ -134,9 +135,9 @@ class MicroBatch(NamedTuple):
 class RowShape(NamedTuple):
     """The sizes that all rows of an update have in common."""
 
-    S: int  # places for prompt tokens in a row
-    C: int  # places for completion tokens in a row
-    Q: int  # places for sequences in a row
+    S: int  # slots for prompt tokens in a row
+    C: int  # slots for completion tokens in a row
+    Q: int  # slots for sequences in a row
     chunk: int = 1  # prompts end, and the completions of a prompt begin, at a multiple of it
 
 
@@ -153,7 +154,7 @@ class RowLimits(NamedTuple):
 
     def widest(self) -> RowShape:
         """The widths of a row of `sequences` completions of T tokens with their prompts. A row of
-        the run has at most S + C places, and at most C of them for completions; S may be larger."""
+        the run has at most S + C slots, and at most C of them for completions; S may be larger."""
         prompts = self.sequences // prompt_share(self.completions, self.sequences)
         sizes = self.longest_prompt, self.sequences // prompts * self.max_length_sample
         sizes = [prompts * next_multiple(size, self.chunk) for size in sizes]
@@ -180,7 +181,7 @@ def plan_rows(
         rows = fill_rows(batch, sequences, count, widest._replace(S=most_S, C=C))
         if rows is not None:
             S = max(
-                sum(prompt_places(batch, p, widest) for p in prompts_of(batch, row)) for row in rows
+                sum(prompt_slots(batch, p, widest) for p in prompts_of(batch, row)) for row in rows
             )
             steps = [rows[i : i + limits.shards] for i in range(0, count, limits.shards)]
             S = round_up(S, S_STEP * max(C // LONG_C, 1))
@@ -203,7 +204,7 @@ def rows_to_try(lengths: np.ndarray, limits: RowLimits) -> Iterator[tuple[int, i
 
 
 def fill_rows(
-    batch: Batch, sequences: Sequence[int], count: int, widths: RowShape
+    batch: Batch, sequences: Sequence[int], count: int, shape: RowShape
 ) -> list[list[int]] | None:
     """`count` rows of these widths with all sequences, by first-fit decreasing; None if they do not
     fit.
@@ -213,20 +214,20 @@ def fill_rows(
     """
     lengths = batch.lengths.tolist()
     rows: list[list[int]] = [[] for _ in range(count)]
-    free_places = [[widths.S, widths.C] for _ in rows]
+    free_slots = [[shape.S, shape.C] for _ in rows]
 
-    def place(prompt: int, part: list[int]) -> bool:
+    def add_to_row(prompt: int, part: list[int]) -> bool:
         """Adds sequences of a prompt to the first row with room for them; False: there is none."""
         completion_tokens = sum(lengths[i] for i in part)
-        for row, free in zip(rows, free_places, strict=True):
+        for row, free in zip(rows, free_slots, strict=True):
             has_prompt = row and batch.prompt_of(row[-1]) == prompt
-            places = 0 if has_prompt else prompt_places(batch, prompt, widths)
+            slots = 0 if has_prompt else prompt_slots(batch, prompt, shape)
             # A group begins at a multiple of the chunk.
-            free_C = free[1] if has_prompt else free[1] // widths.chunk * widths.chunk
-            fits = places <= free[0] and completion_tokens <= free_C
-            if fits and len(row) + len(part) <= widths.Q:
+            free_C = free[1] if has_prompt else free[1] // shape.chunk * shape.chunk
+            fits = slots <= free[0] and completion_tokens <= free_C
+            if fits and len(row) + len(part) <= shape.Q:
                 row += part
-                free[:] = free[0] - places, free_C - completion_tokens
+                free[:] = free[0] - slots, free_C - completion_tokens
                 return True
         return False
 
@@ -234,7 +235,7 @@ def fill_rows(
     groups = [sorted(group, key=lambda i: -lengths[i]) for group in groups]
     for group in sorted(groups, key=lambda group: -sum(lengths[i] for i in group)):
         prompt = batch.prompt_of(group[0])
-        if not place(prompt, group) and not all(place(prompt, [i]) for i in group):
+        if not add_to_row(prompt, group) and not all(add_to_row(prompt, [i]) for i in group):
             return None
     return rows
 
@@ -250,38 +251,38 @@ def next_multiple(n: int, step: int) -> int:
     return math.ceil(n / step) * step
 
 
-def prompt_places(batch: Batch, prompt: int, widths: RowShape) -> int:
-    """The places of a prompt in a row, with the padding before it."""
-    return next_multiple(batch.prompt_tokens(prompt), widths.chunk)
+def prompt_slots(batch: Batch, prompt: int, shape: RowShape) -> int:
+    """The slots of a prompt in a row, with the padding before it."""
+    return next_multiple(batch.prompt_tokens(prompt), shape.chunk)
 
 
 def prompts_of(batch: Batch, row: Sequence[int]) -> list[int]:
     return sorted({batch.prompt_of(i) for i in row})
 
 
-def pack(batch: Batch, rows: Sequence[Sequence[int]], widths: RowShape, pad_id: int) -> MicroBatch:
+def pack(batch: Batch, rows: Sequence[Sequence[int]], shape: RowShape, pad_id: int) -> MicroBatch:
     """The NumPy arrays of these rows, as the picture shows them."""
-    (S, C, Q, chunk), X, T = widths, len(rows), batch.completion_ids.shape[1]
+    (S, C, Q, chunk), X, T = shape, len(rows), batch.completion_ids.shape[1]
     ids, positions = np.full((X, S + C), pad_id, np.int32), np.zeros((X, S + C), np.int32)
-    prompt = np.full((X, S + C), -1, np.int32)
+    segment_ids = np.full((X, S + C), -1, np.int32)
     start = np.tile(np.arange(S + C, dtype=np.int32), (X, 1))  # padding begins at itself
-    targets, places = np.full((X, C), pad_id, np.int32), np.zeros((X, Q, T), np.int32)
+    targets, slots = np.full((X, C), pad_id, np.int32), np.zeros((X, Q, T), np.int32)
     sequences, support = np.full((X, Q), -1, np.int32), None
     if batch.support is not None:
         support = np.full((X, C, batch.support.shape[2]), -1, np.int32)
 
-    def write(x: int, at: int, inputs: Sequence[int], position: int, prompt_of_row: int) -> int:
+    def write(x: int, at: int, inputs: Sequence[int], position: int, segment_id: int) -> int:
         span = slice(at, at + len(inputs))
-        ids[x, span], prompt[x, span], start[x, span] = inputs, prompt_of_row, at
+        ids[x, span], segment_ids[x, span], start[x, span] = inputs, segment_id, at
         positions[x, span] = np.arange(position, position + len(inputs))
         return at + len(inputs)
 
     lengths = batch.lengths.tolist()
     for x, row in enumerate(rows):
         at, prompts = 0, prompts_of(batch, row)
-        for prompt_of_row, p in enumerate(prompts):
-            at += prompt_places(batch, p, widths) - batch.prompt_tokens(p)
-            at = write(x, at, batch.prompts[p].ids[:-1], 0, prompt_of_row)
+        for segment_id, p in enumerate(prompts):
+            at += prompt_slots(batch, p, shape) - batch.prompt_tokens(p)
+            at = write(x, at, batch.prompts[p].ids[:-1], 0, segment_id)
         at = S
         sequences[x, : len(row)] = row
         for j, i in enumerate(row):
@@ -290,7 +291,7 @@ def pack(batch: Batch, rows: Sequence[Sequence[int]], widths: RowShape, pad_id: 
                 at = next_multiple(at, chunk)
             span = slice(at - S, at - S + lengths[i])
             targets[x, span] = completion
-            places[x, j, : lengths[i]] = np.arange(span.start, span.stop)
+            slots[x, j, : lengths[i]] = np.arange(span.start, span.stop)
             if support is not None:
                 support[x, span] = batch.support[i, : lengths[i]]
             prompt_ids = batch.prompts[p].ids
@@ -303,10 +304,10 @@ def pack(batch: Batch, rows: Sequence[Sequence[int]], widths: RowShape, pad_id: 
     return MicroBatch(
         ids=ids,
         positions=positions,
-        prompt=prompt,
+        segment_ids=segment_ids,
         start=start,
         targets=targets,
-        places=places,
+        slots=slots,
         sequences=indices,
         completion_mask=batch.completion_mask[indices] * is_used[:, None].astype(np.int32),
         sampling_logps=batch.sampling_logps[indices],

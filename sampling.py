@@ -213,7 +213,7 @@ def decode_all(
 def stage_ends(T: int, layer_loop: str) -> list[int]:
     """The number of tokens at which each stage of decoding ends; the last one ends at T.
 
-    The caches of unrolled layers grow from stage to stage, so that attention reads few places that
+    The caches of unrolled layers grow from stage to stage, so that attention reads few slots that
     are not written yet. A stacked cache would be in memory twice while it grows, so it has a single
     stage. A program is compiled for each: there are at most STAGES, of at least STAGE_TOKENS.
     """
@@ -330,7 +330,7 @@ def decode(
     sequence_keys = jax.vmap(jax.random.fold_in, (None, 0))(decoding.key, sequence_ids)  # [B]
     head = lm_head(params).astype(compute.dtype)
 
-    def goes_on(decoding: Decoding) -> jax.Array:
+    def has_live_sequences(decoding: Decoding) -> jax.Array:
         return (decoding.t < decoding.width()) & (decoding.live > pause_at)
 
     def decode_token(decoding: Decoding) -> Decoding:
@@ -365,7 +365,7 @@ def decode(
             t=t + 1, live=live, token=token, done=done, outputs=outputs, completion=completion
         )
 
-    decoding = jax.lax.while_loop(goes_on, decode_token, decoding)
+    decoding = jax.lax.while_loop(has_live_sequences, decode_token, decoding)
     t, live = (constrain(x, layout) for x in (decoding.t, decoding.live))
     arrays = decoding.token, decoding.done, decoding.outputs
     token, done, outputs = _split_sequences(arrays, compute)

@@ -372,8 +372,8 @@ def check_chat_format(cfg: Config, chat_format: data.ChatFormat) -> None:
     if not data.writes_system_message(chat_format, system):
         has_role = data.writes_system_message(chat_format)
         reason = "changes the system message" if has_role else "has no system role"
-        place = "system messages stand in front of the question"
-        print(f"note: the chat template {reason}; {place}", flush=True)
+        change = "system messages stand in front of the question"
+        print(f"note: the chat template {reason}; {change}", flush=True)
     thinks = chat_format.kwargs.get("enable_thinking") is not False and cfg.loss_type != "sft"
     if "enable_thinking" in arguments and thinks and cfg.max_length_sample < LONG_THOUGHT:
         cut = f"MAX_LENGTH_SAMPLE={cfg.max_length_sample} will mostly cut its completions"
@@ -416,7 +416,7 @@ def prompts_of_split(
         prompts = data.drop_long_prompts(prompts, cfg.max_length_sample, split, "completion")
         for prompt in prompts:
             if (length := len(prompt.ids) + len(prompt.completion_ids)) > model.max_positions:
-                longer = f"{prompt.place} has {length} tokens, and the model has"
+                longer = f"{prompt.source} has {length} tokens, and the model has"
                 remedy = "lower MAX_LENGTH_SAMPLE or set MAX_PROMPT_LENGTH"
                 raise UserMistake(f"{longer} {model.max_positions} positions; {remedy}")
     return prompts
@@ -728,7 +728,7 @@ def result_fingerprint(run: Run) -> dict[str, str]:
     values["the stop tokens"] = str(run.rollout.stopping.stop_ids)
     for name in ("config.json", "tokenizer.json"):
         values[f"the model's {name}"] = hosts.short_digest((folder / name).read_bytes())
-    prompts = [prompt[:4] for prompt in run.train_prompts]  # without the place of a Demonstration
+    prompts = [prompt[:4] for prompt in run.train_prompts]  # without the source of a Demonstration
     values["the tokenized prompts"] = hosts.json_digest(prompts)
     if cfg.beta > 0 or run.learner.compute.model.lora:  # a resumed run reads these weights again
         files = sorted(folder.glob("*.safetensors"))

@@ -71,7 +71,7 @@ from infra.hosts import exiting_on_error
 from infra.lifecycle import evaluation_is_due
 from infra.log import Clock, RunLog
 from infra.mistakes import UserMistake, exit_with_mistakes, import_side_file
-from metrics import nonfinite_metric, shorten, visible
+from metrics import escape_control_characters, nonfinite_metric, shorten
 from model.params import Params, combine_params
 from rows import Batch
 from startup import Run, export, start
@@ -117,8 +117,8 @@ def main(cfg: Config) -> None:
             batch = batch_of([run.train_prompts[i] for i in indices], cfg.max_length_sample)
             if step == 0:  # for people to check
                 learnt = batch.completion_ids[0][batch.completion_mask[0] > 0]
-                text = visible(shorten(run.rollout.tokenizer.decode(learnt)))
-                life.log.print_line(f"learnt of {batch.prompts[0].place}: {text}")
+                text = escape_control_characters(shorten(run.rollout.tokenizer.decode(learnt)))
+                life.log.print_line(f"learnt of {batch.prompts[0].source}: {text}")
 
             # ---- Update --------------------------------------------------------------------------
             lr = learning_rate(

@@ -1,7 +1,7 @@
 """An update: micro_step adds the gradient of a micro-batch to a sum, optimizer_step applies the sum
 to the training state, and one_update runs both for all micro-batches of a batch.
 
-Dimensions as in rows.py: X packed rows of a micro-batch, each with S places for prompts,
+Dimensions as in rows.py: X packed rows of a micro-batch, each with S slots for prompts,
 C for completions and Q for sequences; T completion tokens, padded to MAX_LENGTH_SAMPLE.
 """
 
@@ -83,7 +83,7 @@ def compute_logps_and_entropies(
     """
     weights = arrange_layers(params, compute.layer_loop, compute.dtype)
     S = micro_batch.ids.shape[1] - micro_batch.targets.shape[1]
-    rows = PackedRows(micro_batch.prompt, micro_batch.start, S)
+    rows = PackedRows(micro_batch.segment_ids, micro_batch.start, S)
     hidden, _ = forward(weights, compute, micro_batch.ids, micro_batch.positions, rows=rows)
     row_values = (compute.logps_kernel or token_logps)(
         hidden[:, S:],
@@ -93,9 +93,9 @@ def compute_logps_and_entropies(
         temperature=temperature,
         mesh=compute.layout.mesh,
     )  # each [X, C]
-    at_places = jax.vmap(lambda x, places: x[places])
+    at_slots = jax.vmap(lambda x, slots: x[slots])
     shape = micro_batch.completion_mask.shape
-    logps, entropy = (at_places(x, micro_batch.places).reshape(shape) for x in row_values)
+    logps, entropy = (at_slots(x, micro_batch.slots).reshape(shape) for x in row_values)
     return logps, entropy
 
 
@@ -340,9 +340,9 @@ def pack_to_devices(
     learner: LearnerConfig, batch: Batch, sequences: np.ndarray
 ) -> list[MicroBatch]:
     micro_batches = []
-    rows_of_micro_steps, widths = plan_rows(batch, sequences, learner.limits)
+    rows_of_micro_steps, shape = plan_rows(batch, sequences, learner.limits)
     for rows in rows_of_micro_steps:
-        packed = pack(batch, slice_of_process(rows), widths, learner.pad_id)
+        packed = pack(batch, slice_of_process(rows), shape, learner.pad_id)
         micro_batches.append(shard_batch(packed, learner.compute.layout))
     return micro_batches
 

@@ -326,7 +326,7 @@ def _draw(
     softmax over the complete vocabulary.
 
     sequence_ids: [sequences], their numbers. last_positions: [sequences], of the last token of the
-    prompt. logits: [batch, V]. index: [batch], the place of a sequence in the two arrays above.
+    prompt. logits: [batch, V]. index: [batch], the slot of a sequence in the two arrays above.
     positions: [batch], of the token before the one that is drawn.
     """
     devices = jax.sharding.get_abstract_mesh().shape["tensor"]

@@ -29,8 +29,8 @@ from model.placement import raise_if_too_long
 from rollout import RolloutConfig, text_of
 from sampling import Backend, Completions
 
-# The sequence_id of an unused place in a pass. A pass returns its sequences in the order of their
-# sequence_ids, so that unused places come last.
+# The sequence_id of an unused slot in a pass. A pass returns its sequences in the order of their
+# sequence_ids, so that unused slots come last.
 NO_SEQUENCE = np.iinfo(np.int32).max
 THOUGHT_OR_CALL = re.compile(r"<think>.*?(?:</think>|\Z)|<tool_call>\s*", re.DOTALL)
 # Examples of a turn in which the policy thinks and then answers, or calls a tool.
@@ -241,7 +241,7 @@ class Environments:
             for start in range(0, count, size):
                 rollout.stop.raise_if_stopped()
                 members = unfinished[start : start + size]
-                # An unused place gets the length T, so that no token is drawn for it.
+                # An unused slot gets the length T, so that no token is drawn for it.
                 unused = size - len(members)
                 filled = ids[start : start + size] + [[pad_id]] * unused
                 prompt_ids, prompt_mask = data.pad_prompts(filled, width, pad_id)

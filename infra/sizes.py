@@ -233,8 +233,8 @@ def prompt_width(longest: int, floor: int = 0) -> int:
 
 
 def turn_batch_size(count: int, largest: int, local_devices: int) -> int:
-    """The sequences of a pass of a later turn, on each process: `largest`, or a half or a quarter of
-    it if that holds the `count` sequences that have not ended."""
+    """The sequences of a pass of a later turn, on each process: `largest`, or a half or a quarter
+    of it if that holds the `count` sequences that have not ended."""
     parts = [largest // n for n in (4, 2) if largest % (n * local_devices) == 0]
     return next((part for part in parts if count <= part), largest)
 

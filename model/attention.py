@@ -3,7 +3,7 @@
 All scores of a row are computed at once. For long rows network.py takes the same attention from
 blocks.py, which skips what no token sees, or from splash.py, which does so with a TPU kernel.
 
-Dimensions: X rows of t = S + C tokens, S places for prompts and C for completions; in decode B
+Dimensions: X rows of t = S + C tokens, S slots for prompts and C for completions; in decode B
 sequences of P prompts, S prompt tokens and T completion tokens; L layers, H query heads, N kv
 heads, h head_dim.
 """
@@ -66,15 +66,15 @@ def select_layer(layers: Any, i: int | jax.Array) -> Any:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), layers)
 
 
-def write_token(kvs: Any, i: int | jax.Array, new: KV, place: jax.Array) -> Any:
+def write_token(kvs: Any, i: int | jax.Array, new: KV, slot: jax.Array) -> Any:
     """The KV of all layers, stacked or in a tuple, with the keys and values of one token, `new`,
-    written to this place of layer i, and with its states in place of the old ones."""
+    written to this slot of layer i, and with its states in place of the old ones."""
     if type(kvs) is tuple:
-        k = jax.lax.dynamic_update_slice(kvs[i].k, new.k, (0, 0, 0, place))
-        v = jax.lax.dynamic_update_slice(kvs[i].v, new.v, (0, 0, place, 0))
+        k = jax.lax.dynamic_update_slice(kvs[i].k, new.k, (0, 0, 0, slot))
+        v = jax.lax.dynamic_update_slice(kvs[i].v, new.v, (0, 0, slot, 0))
         return (*kvs[:i], KV(k, v, new.states), *kvs[i + 1 :])
-    k = jax.lax.dynamic_update_slice(kvs.k, new.k[None], (i, 0, 0, 0, place))
-    v = jax.lax.dynamic_update_slice(kvs.v, new.v[None], (i, 0, 0, place, 0))
+    k = jax.lax.dynamic_update_slice(kvs.k, new.k[None], (i, 0, 0, 0, slot))
+    v = jax.lax.dynamic_update_slice(kvs.v, new.v[None], (i, 0, 0, slot, 0))
     write = functools.partial(jax.lax.dynamic_update_index_in_dim, index=i, axis=0)
     return KV(k, v, jax.tree.map(write, kvs.states, new.states))
 
@@ -84,8 +84,8 @@ class Cache(NamedTuple):
 
     prompt: Any  # KV of the P prompts; sequence i continues prompt i // (B/P)
     prompt_mask: jax.Array  # [P, S] bool, False on left padding
-    completion: Any  # KV of the B sequences, written up to and including `place`
-    place: jax.Array  # int32, the place of the new token in its completion
+    completion: Any  # KV of the B sequences, written up to and including `slot`
+    slot: jax.Array  # int32, the slot of the new token in its completion
 
 
 # ---- Which keys a token sees ---------------------------------------------------------------------
@@ -95,9 +95,9 @@ class PackedRows(NamedTuple):
     """Which tokens a token of a packed row sees: those of its prompt and of its own completion up
     to itself. rows.py draws a row and its mask."""
 
-    prompt: jax.Array  # [X, t] int32, the number of the token's prompt in the row; -1: padding
-    start: jax.Array  # [X, t] int32, the place at which the token's prompt or completion begins
-    S: int  # places for prompts, in front of the completions
+    segment_ids: jax.Array  # [X, t] int32, the index of the token's prompt in the row; -1: padding
+    start: jax.Array  # [X, t] int32, the slot at which the token's prompt or completion begins
+    S: int  # slots for prompts, before those for completions
     # Each token's position and the lowest position that it sees, [X, t] int32; (): it sees all.
     window: tuple[jax.Array, ...] = ()
 
@@ -105,7 +105,7 @@ class PackedRows(NamedTuple):
         """These rows with a sliding window: a token sees only the last `window` positions, its own
         included.
 
-        positions: [X, t] int32, and not places, because other prompts and completions stand
+        positions: [X, t] int32, and not slots, because other prompts and completions are
         between a completion and its prompt.
         """
         return self._replace(window=(positions, positions - window + 1))
@@ -116,18 +116,18 @@ def prompt_rows(mask: jax.Array) -> PackedRows:
     return PackedRows(jnp.where(mask, 0, -1), jnp.zeros(mask.shape, jnp.int32), mask.shape[1])
 
 
-def visible_in_prompt(place: jax.Array, start: jax.Array, key: jax.Array, S: int) -> jax.Array:
-    """Whether a query at a place sees a key of the same prompt, bool. start: the query's, as in
-    PackedRows. key: a place."""
-    return (key <= place) & ((key < S) | (key >= start))
+def visible_in_prompt(slot: jax.Array, start: jax.Array, key: jax.Array, S: int) -> jax.Array:
+    """Whether a query at a slot sees a key of the same prompt, bool. start: the query's, as in
+    PackedRows. key: a slot."""
+    return (key <= slot) & ((key < S) | (key >= start))
 
 
 def visible(queries: Iterable[jax.Array], keys: Iterable[jax.Array], S: int) -> jax.Array:
-    """Whether queries see keys, bool. queries, keys: the place, and prompt, start and window of
+    """Whether queries see keys, bool. queries, keys: the slot, and segment_ids, start and window of
     PackedRows, in shapes that broadcast against each other."""
-    place, prompt, start, *window = queries
-    key, key_prompt, _, *key_window = keys
-    mask = visible_in_prompt(place, start, key, S) & (key_prompt == prompt)
+    slot, segment_ids, start, *window = queries
+    key, key_segment_ids, _, *key_window = keys
+    mask = visible_in_prompt(slot, start, key, S) & (key_segment_ids == segment_ids)
     return mask & (key_window[0] >= window[1]) if window else mask
 
 
@@ -140,9 +140,9 @@ def attention(q: jax.Array, kv: KV, rows: PackedRows, layout: Layout) -> jax.Arr
     q: [X, t, H, h]. kv: of the X rows. At padding the result is finite and meaningless.
     """
     q = q * q.shape[-1] ** -0.5
-    X, t = rows.prompt.shape
-    place = jnp.broadcast_to(jnp.arange(t), (X, t))
-    tokens = place, rows.prompt, rows.start, *rows.window
+    X, t = rows.segment_ids.shape
+    slot = jnp.broadcast_to(jnp.arange(t), (X, t))
+    tokens = slot, rows.segment_ids, rows.start, *rows.window
     mask = visible([x[:, :, None] for x in tokens], [x[:, None] for x in tokens], rows.S)
     return _attend_at_once(q, [(kv, mask)], layout)
 
@@ -157,11 +157,11 @@ def cached_attention(
     """
     q = q * q.shape[-1] ** -0.5
     keys = jnp.arange(cache.completion.k.shape[-1])
-    written, prompt_mask = keys <= cache.place, cache.prompt_mask[:, None]  # [keys], [P, 1, S]
+    written, prompt_mask = keys <= cache.slot, cache.prompt_mask[:, None]  # [keys], [P, 1, S]
     if window is not None:
-        # Prompts are padded on the left: counted from the first place of a completion, the last
-        # tokens of a prompt have the places -1, -2 and so on.
-        S, oldest = cache.prompt_mask.shape[1], cache.place - window + 1
+        # Prompts are padded on the left: counted from the first slot of a completion, the last
+        # tokens of a prompt have the slots -1, -2 and so on.
+        S, oldest = cache.prompt_mask.shape[1], cache.slot - window + 1
         written, prompt_mask = (
             written & (keys >= oldest),
             prompt_mask & (jnp.arange(S) - S >= oldest),
@@ -193,9 +193,9 @@ def _attend_at_once(q: jax.Array, parts: list[tuple[KV, jax.Array]], layout: Lay
         part = _unnormalized(grouped, kv, mask[:, None])
         part = [x.reshape(P, N, share, queries, -1).swapaxes(1, 2) for x in part]
         scored.append([constrain_batch(x.reshape(X, N, queries, -1), layout) for x in part])
-    top = functools.reduce(jnp.maximum, [top for top, _, _ in scored])  # [X, N, queries, 1]
-    total = sum(total * jnp.exp(part_top - top) for part_top, total, _ in scored)
-    out = sum(values * jnp.exp(part_top - top) for part_top, _, values in scored) / total
+    max_score = functools.reduce(jnp.maximum, [x for x, _, _ in scored])  # [X, N, queries, 1]
+    total = sum(total * jnp.exp(x - max_score) for x, total, _ in scored)
+    out = sum(values * jnp.exp(x - max_score) for x, _, values in scored) / total
     out = jnp.asarray(out, q.dtype).reshape(X, N, t, H // N, h)
     return out.swapaxes(1, 2).reshape(X, t, H * h)
 
@@ -207,10 +207,11 @@ def _unnormalized(q: jax.Array, kv: KV, mask: jax.Array) -> list[jax.Array]:
     q: [X, N, queries, h]. mask: it broadcasts to [X, N, queries, keys].
     """
     scores = jnp.where(mask, multiply("xnqh,xnhk->xnqk", q, kv.k), MASKED)
-    top = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))  # it cancels in the quotient
-    weights = jnp.exp(scores - top)
+    # No gradient: the highest score cancels in the quotient.
+    max_score = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
+    weights = jnp.exp(scores - max_score)
     values = multiply("xnqk,xnkh->xnqh", weights.astype(q.dtype), kv.v)
-    return [top, weights.sum(axis=-1, keepdims=True), values]
+    return [max_score, weights.sum(axis=-1, keepdims=True), values]
 
 
 def multiply(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ FlashAttention (arXiv 2205.14135) in plain JAX. The results are those of attenti
 
 Dimensions as in attention.py. Arrays in blocks have a first dimension for them:
 q [num_blocks, X, N, H/N, block_size, h], k and v [num_blocks, X, N, block_size, h], and each array
-of `tokens`, which are the arguments of `visible`, [num_blocks, X, block_size] int32. The places of
+of `tokens`, which are the arguments of `visible`, [num_blocks, X, block_size] int32. The slots of
 all rows are equal, so that X is 1 in theirs.
 """
 
@@ -55,7 +55,7 @@ def on_each_device(
         out_specs=PartitionSpec(layout.batch_axes, None, head_axis),
         check_vma=False,
     )
-    return shard(q.swapaxes(1, 2), k, v, rows.prompt, rows.start, *rows.window)
+    return shard(q.swapaxes(1, 2), k, v, rows.segment_ids, rows.start, *rows.window)
 
 
 # ---- Blocks of queries and keys ------------------------------------------------------------------
@@ -67,12 +67,12 @@ def _blocks_shard(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    prompt: jax.Array,
+    segment_ids: jax.Array,
     start: jax.Array,
     *window: jax.Array,
 ) -> jax.Array:
     """Attention of the rows and heads of a device, in blocks: [X, t, H*h]. q: [X, H, t, h]. k, v:
-    [X, N, t, h]. prompt, start, window: [X, t] int32, of PackedRows."""
+    [X, N, t, h]. segment_ids, start, window: [X, t] int32, of PackedRows."""
     (X, H, t, h), N = q.shape, k.shape[1]
     platform = layout.mesh.devices.flat[0].platform
     block_size = min(BLOCK["cpu" if platform == "cpu" else "others"], t)
@@ -84,8 +84,8 @@ def _blocks_shard(
         blocks = x.reshape(*x.shape[:axis], -1, block_size, *x.shape[axis + 1 :])
         return jnp.moveaxis(blocks, axis, 0)
 
-    place = jnp.arange(t + missing).reshape(-1, 1, block_size)
-    tokens = place, split(prompt, 1, padding=-1), *(split(x, 1) for x in (start, *window))
+    slot = jnp.arange(t + missing).reshape(-1, 1, block_size)
+    tokens = slot, split(segment_ids, 1, padding=-1), *(split(x, 1) for x in (start, *window))
     pairs, count = block_pairs(needed_blocks(tokens[1:], S))
     q = split(q.reshape(X, N, H // N, t, h), 3)
     out = _attend_in_blocks(q, split(k, 2), split(v, 2), tokens, pairs, count, S)
@@ -124,23 +124,23 @@ def _forward(
     """
 
     def step(index: jax.Array, carry: Any) -> Any:
-        top, total, values = carry
+        max_score, total, values = carry
         i, j = pairs[index]
         scores = _scores(q[i], k[j], tokens, S, i, j)
-        new_top = jnp.maximum(top[i], scores.max(axis=-1))
-        weights, scale = jnp.exp(scores - new_top[..., None]), jnp.exp(top[i] - new_top)
+        new_max = jnp.maximum(max_score[i], scores.max(axis=-1))
+        weights, scale = jnp.exp(scores - new_max[..., None]), jnp.exp(max_score[i] - new_max)
         new_values = multiply("xnmqk,xnkh->xnmqh", weights.astype(q.dtype), v[j])
         return (
-            top.at[i].set(new_top),
+            max_score.at[i].set(new_max),
             total.at[i].set(total[i] * scale + weights.sum(axis=-1)),
             values.at[i].set(values[i] * scale[..., None] + new_values),
         )
 
     zeros = jnp.zeros(q.shape[:-1], jnp.float32)
     first = zeros + MASKED, zeros, jnp.zeros(q.shape, jnp.float32)
-    top, total, values = jax.lax.fori_loop(0, count, step, first)
+    max_score, total, values = jax.lax.fori_loop(0, count, step, first)
     out = (values / total[..., None]).astype(q.dtype)
-    return out, (q, k, v, tokens, pairs, count, out, top + jnp.log(total))
+    return out, (q, k, v, tokens, pairs, count, out, max_score + jnp.log(total))
 
 
 def _backward(S: int, residuals: Any, grad_out: jax.Array) -> Any:
@@ -190,12 +190,12 @@ def block_pairs(needed: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def needed_blocks(tokens: tuple[jax.Array, ...], S: int) -> jax.Array:
     """[num_blocks, num_blocks] bool: whether in any row a query of a block may see a key of a
-    block. Every block sees itself. tokens: without the places."""
-    prompt, start, *window = tokens
-    num_blocks, _, block_size = prompt.shape
-    is_padding, t = prompt < 0, num_blocks * block_size
-    lowest = jnp.where(is_padding, t, prompt).min(axis=2)  # [num_blocks, X]
-    highest = prompt.max(axis=2)
+    block. Every block sees itself. tokens: without the slots."""
+    segment_ids, start, *window = tokens
+    num_blocks, _, block_size = segment_ids.shape
+    is_padding, t = segment_ids < 0, num_blocks * block_size
+    lowest = jnp.where(is_padding, t, segment_ids).min(axis=2)  # [num_blocks, X]
+    highest = segment_ids.max(axis=2)
     first = jnp.where(is_padding, t, start).min(axis=2)
     query, key = jnp.arange(num_blocks)[:, None], jnp.arange(num_blocks)
     key_end = (key[:, None] + 1) * block_size  # [num_blocks, 1]

@@ -326,8 +326,8 @@ def _read_int8(leaf: Leaf, shape: Int8, tensors: dict[str, Any]) -> Int8:
     numbers are the same on each mesh, and no device has a float copy."""
     values, scale = (np.empty(x.shape, x.dtype) for x in shape)
     for i, number in enumerate(leaf.layers or [0]):
-        place = i if leaf.layers else ...
-        values[place], scale[place] = quantize(tensors[leaf.name.format(number)][:].T)
+        index = i if leaf.layers else ...
+        values[index], scale[index] = quantize(tensors[leaf.name.format(number)][:].T)
 
     def put(x: np.ndarray, on_mesh: jax.ShapeDtypeStruct) -> jax.Array:
         return jax.make_array_from_callback(x.shape, on_mesh.sharding, lambda index: x[index])

@@ -1,24 +1,26 @@
 """Linear attention of Qwen3.5: a short convolution and the gated delta rule (arXiv 2412.06464).
 
-Instead of keys and values a head keeps a state S [dk, dv] float32, whose size does not grow with
+Instead of keys and values a head keeps a state [dk, dv] float32, whose size does not grow with
 the tokens. Each token decays the state, corrects what it holds for the token's key, and reads it:
 
-    S = exp(g) S,    S = S + k (beta (v - S^T k))^T,    o = S^T q
+    state = exp(g) state
+    state = state + k (beta (v - state^T k))^T
+    out = state^T q
 
 In decode `linear_attention_token` does just this. Training and prefill compute CHUNK tokens of a
 row at once: a triangular system gives the corrections of a chunk, and only the states go from chunk
 to chunk (arXiv 2406.06484).
 
 In a packed row (rows.py) a prompt ends, and the first of its completions begins, at a multiple of
-CHUNK places, so that each chunk belongs to one prompt or to its completions. The loop over the
+CHUNK slots, so that each chunk belongs to one prompt or to its completions. The loop over the
 chunks of a row takes a prompt, then its completions, then the next prompt. It carries two states:
 that of the sequence so far, and that of the prompt's end, from which each completion begins. Masks
 separate the completions that share a chunk. The convolution, too, reads the end of the prompt
 before the first tokens of a completion.
 
 Dimensions: X rows of t tokens, n chunks of c tokens in a row; B sequences in decode; N key heads, M
-value heads for each of them, dk and dv numbers of a head, C = N (2 dk + M dv) channels of the
-convolution and K of its taps.
+value heads for each of them, dk and dv numbers of a head, channels = N (2 dk + M dv) and taps of
+the convolution, S slots of a row for prompts.
 """
 
 import functools
@@ -42,8 +44,8 @@ matmul_float32 = functools.partial(jnp.matmul, precision="highest")
 class State(NamedTuple):
     """What a linear layer keeps of X prompts or B sequences."""
 
-    conv: jax.Array  # [X, K-1, C], the last inputs of the convolution
-    delta: jax.Array  # [X, N*M, dk, dv] float32, S of each value head
+    conv: jax.Array  # [X, taps-1, channels], the last inputs of the convolution
+    delta: jax.Array  # [X, N*M, dk, dv] float32, the state of each value head
 
 
 def gated_norm(out: jax.Array, z: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
@@ -69,7 +71,7 @@ def _split_channels(x: jax.Array, sizes: Qwen35, axis: int = -1) -> list[jax.Arr
 
 def _heads(channels: Iterable[jax.Array], sizes: Qwen35) -> tuple[jax.Array, ...]:
     """Queries and keys [..., N, dk] and values [..., N*M, dv] from their channels [..., N*dk] or
-    [..., N*M*dv] behind the convolution. Keys have length 1, and queries 1 / sqrt(dk)."""
+    [..., N*M*dv] after the convolution. Keys have length 1, and queries 1 / sqrt(dk)."""
     q, k, v = channels
 
     def unit(x: jax.Array) -> jax.Array:
@@ -89,16 +91,16 @@ def linear_attention_token(
     """The outputs [B, N*M, dv] float32 of one new token of each sequence, and the new states. The
     arguments are those of linear_attention."""
     g, beta = _decay_and_beta(a, b, w)
-    x = jnp.concatenate([state.conv, qkv[:, None]], axis=1)  # [B, K, C]
+    x = jnp.concatenate([state.conv, qkv[:, None]], axis=1)  # [B, taps, channels]
     summed = (x.astype(jnp.float32) * w.taps[:, 0].T.astype(jnp.float32)).sum(axis=1)
     q, k, v = _heads(_split_channels(jax.nn.silu(summed), sizes), sizes)
     q, k = (jnp.repeat(y, v.shape[1] // y.shape[1], axis=1) for y in (q, k))  # [B, N*M, dk]
     decayed = state.delta * jnp.exp(g)[..., None, None]
     # Both products with the old state are of one pass over it.
-    of_key, of_query = ((decayed * y[..., None]).sum(axis=-2) for y in (k, q))  # [B, N*M, dv]
-    correction = beta[..., None] * (v - of_key)
+    key_read, query_read = ((decayed * y[..., None]).sum(axis=-2) for y in (k, q))  # [B, N*M, dv]
+    correction = beta[..., None] * (v - key_read)
     delta = decayed + k[..., None] * correction[..., None, :]
-    out = of_query + (k * q).sum(axis=-1, keepdims=True) * correction
+    out = query_read + (k * q).sum(axis=-1, keepdims=True) * correction
     return out, State(x[:, 1:], delta)
 
 
@@ -114,19 +116,21 @@ def linear_attention(
     rows: PackedRows,
     layout: Layout,
 ) -> tuple[jax.Array, State]:
-    """The outputs [X, t, N*M, dv] float32 of the tokens of rows, and the State behind the last
-    place of rows that hold one prompt each; in other rows it means nothing.
+    """The outputs [X, t, N*M, dv] float32 of the tokens of rows, and the State after the last
+    slot of rows that hold one prompt each; in other rows it is meaningless.
 
-    qkv: [X*t, C], the channels of queries, keys and values before the convolution. a, b: [X*t,
+    qkv: [X*t, channels], those of queries, keys and values before the convolution. a, b: [X*t,
     N*M], from which g and beta are computed. w: the weights of the layer. Each device computes its
     rows, and its heads if tp splits them.
     """
-    X, t = rows.prompt.shape
+    X, t = rows.segment_ids.shape
     x, g, beta = (y.reshape(X, t, -1) for y in (qkv, *_decay_and_beta(a, b, w)))
-    missing = -t % CHUNK  # prompts alone are padded in front
+    missing = -t % CHUNK  # only rows of a prompt are padded, on the left
     aligned = rows.S == t or rows.S % CHUNK == missing == 0
-    assert aligned, f"rows of {t} places with {rows.S} for prompts are no multiples of {CHUNK}"
-    x = jnp.where((rows.prompt >= 0)[..., None], x, 0)  # the padding before a prompt writes nothing
+    assert aligned, f"rows of {t} slots with {rows.S} for prompts are no multiples of {CHUNK}"
+    x = jnp.where(
+        (rows.segment_ids >= 0)[..., None], x, 0
+    )  # the padding before a prompt writes nothing
     distance = jnp.arange(t) - rows.start
 
     def pad(y: jax.Array, value: int = 0) -> jax.Array:
@@ -134,17 +138,17 @@ def linear_attention(
         return jnp.pad(y, widths, constant_values=value)
 
     batch, tp = layout.batch_axes, None if "tp" in layout.batch_axes else "tp"
-    of_rows, of_heads = PartitionSpec(batch), PartitionSpec(batch, None, tp)
-    of_device = jax.shard_map(
+    row_spec, head_spec = PartitionSpec(batch), PartitionSpec(batch, None, tp)
+    sharded = jax.shard_map(
         functools.partial(_rows_of_device, sizes, rows.S + missing),
         mesh=layout.mesh,
-        in_specs=(of_heads, PartitionSpec(tp), of_heads, of_heads, of_rows, of_rows),
-        out_specs=(of_heads, PartitionSpec(batch, tp)),
+        in_specs=(head_spec, PartitionSpec(tp), head_spec, head_spec, row_spec, row_spec),
+        out_specs=(head_spec, PartitionSpec(batch, tp)),
         check_vma=False,
     )
-    x, prompt = pad(x), pad(rows.prompt, -1)
+    x, segment_ids = pad(x), pad(rows.segment_ids, -1)
     channels, taps = _split_channels(x, sizes), _split_channels(w.taps[:, 0], sizes, axis=0)
-    out, delta = of_device(channels, taps, pad(g), pad(beta), prompt, pad(distance))
+    out, delta = sharded(channels, taps, pad(g), pad(beta), segment_ids, pad(distance))
     return out[:, missing:], State(x[:, 1 - sizes.taps :], delta)
 
 
@@ -155,13 +159,15 @@ class Walk(NamedTuple):
     is_prompt: jax.Array  # [X, n] bool: the chunk holds tokens of a prompt
     is_first: jax.Array  # [X, n] bool: the first chunk of a prompt, or of completions without one
     prompt_end: jax.Array  # [X, n] int32, of completions the step of their prompt's end; else -1
-    distance: jax.Array  # [X, n, c] int32, places between a token and the first of its sequence
+    distance: jax.Array  # [X, n, c] int32, slots between a token and the first of its sequence
 
 
-def _walk(prompt: jax.Array, distance: jax.Array, S: int) -> Walk:
-    """prompt, distance: [X, t] int32. S: places for prompts."""
-    X, t = prompt.shape
-    number = prompt.reshape(X, -1, CHUNK).max(axis=2)  # [X, n], of the chunk's prompt; -1: padding
+def _walk(segment_ids: jax.Array, distance: jax.Array, S: int) -> Walk:
+    """segment_ids, distance: [X, t] int32. S: slots for prompts."""
+    X, t = segment_ids.shape
+    number = segment_ids.reshape(X, -1, CHUNK).max(
+        axis=2
+    )  # [X, n], of the chunk's prompt; -1: padding
     order = jnp.argsort(jnp.where(number < 0, t, number), axis=1, stable=True)
     number = jnp.take_along_axis(number, order, axis=1)
     before = jnp.pad(number, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
@@ -189,47 +195,50 @@ def _rows_of_device(
     taps: list[jax.Array],
     g: jax.Array,
     beta: jax.Array,
-    prompt: jax.Array,
+    segment_ids: jax.Array,
     distance: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """The outputs [X, t, N*M, dv] of the rows and heads of a device, and the state at the end of
     the last prompt [X, N*M, dk, dv], both float32. t and S are multiples of CHUNK."""
-    (X, t), walk = prompt.shape, _walk(prompt, distance, S)
+    (X, t), walk = segment_ids.shape, _walk(segment_ids, distance, S)
 
-    def in_order(x: jax.Array) -> jax.Array:
+    def reorder(x: jax.Array) -> jax.Array:
         """x [X, t, ...] as [X, n, c, ...]."""
         return _take_chunks(x.reshape(X, -1, CHUNK, *x.shape[2:]), walk.order)
 
     pairs = zip(channels, taps, strict=True)
-    q, k, v = _heads((_convolve(in_order(x), w, walk) for x, w in pairs), sizes)
+    q, k, v = _heads((_convolve(reorder(x), w, walk) for x, w in pairs), sizes)
     N = q.shape[3]
 
-    def by_head(x: jax.Array) -> jax.Array:
+    def split_heads(x: jax.Array) -> jax.Array:
         """x [X, n, c, heads, ...] as [n, X, N, 1 or M, c, ...]."""
         return jnp.moveaxis(x.reshape(*x.shape[:3], N, -1, *x.shape[4:]), (1, 2), (0, 4))
 
-    out, end = _delta_rule([by_head(x) for x in (q, k, v, in_order(g), in_order(beta))], walk)
+    out, end = _delta_rule([split_heads(x) for x in (q, k, v, reorder(g), reorder(beta))], walk)
     out = jnp.moveaxis(out, (0, 4), (1, 2)).reshape(X, -1, CHUNK, *v.shape[3:])
     out = _take_chunks(out, jnp.argsort(walk.order, axis=1))
     return out.reshape(X, t, *v.shape[3:]), end.reshape(X, -1, *end.shape[3:])
 
 
-def _convolve(x: jax.Array, taps: jax.Array, walk: Walk) -> jax.Array:
+def _convolve(x: jax.Array, weights: jax.Array, walk: Walk) -> jax.Array:
     """silu of the causal convolution of each channel, float32. x: [X, n, c, channels], in the order
-    of the walk. taps: [channels, K]."""
-    x, taps, (c, K) = x.astype(jnp.float32), taps.astype(jnp.float32), (x.shape[2], taps.shape[1])
-    tails = x[:, :, 1 - K :]  # [X, n, K-1, channels], the end of each chunk
+    of the walk. weights: [channels, taps]."""
+    x, weights = x.astype(jnp.float32), weights.astype(jnp.float32)
+    c, taps = x.shape[2], weights.shape[1]
+    tails = x[:, :, 1 - taps :]  # [X, n, taps-1, channels], the end of each chunk
     before = jnp.pad(tails, ((0, 0), (1, 0), (0, 0), (0, 0)))[:, :-1]
     before = jnp.where(walk.is_first[..., None, None], 0, before)
-    of_prompt = _take_chunks(tails, jnp.maximum(walk.prompt_end, 0))
-    of_prompt = jnp.where(walk.prompt_end[..., None, None] < 0, 0, of_prompt)
+    prompt_tails = _take_chunks(tails, jnp.maximum(walk.prompt_end, 0))
+    prompt_tails = jnp.where(walk.prompt_end[..., None, None] < 0, 0, prompt_tails)
     x, total = jnp.concatenate([before, x], axis=2), jnp.zeros((), jnp.float32)
-    for tap in range(K):
-        source = x[:, :, tap : tap + c]  # the token that is K-1-tap places before
-        for distance in range(K - 1 - tap):  # the source is before the first token of its sequence
-            at_end = of_prompt[:, :, tap + distance, None]
+    for tap in range(taps):
+        source = x[:, :, tap : tap + c]  # the token that is taps-1-tap slots before
+        for distance in range(
+            taps - 1 - tap
+        ):  # the source is before the first token of its sequence
+            at_end = prompt_tails[:, :, tap + distance, None]
             source = jnp.where((walk.distance == distance)[..., None], at_end, source)
-        total = total + source * taps[:, tap]
+        total = total + source * weights[:, tap]
     return jax.nn.silu(total)
 
 
@@ -242,16 +251,16 @@ def _delta_rule(inputs: list[jax.Array], walk: Walk) -> tuple[jax.Array, jax.Arr
     computes the rest again.
     """
     (*_, dk), (_, X, N, M, c, dv) = inputs[1].shape, inputs[2].shape
-    place = jnp.arange(c)
+    slot = jnp.arange(c)
 
     @jax.checkpoint
-    def of_chunk(states: Any, chunk: Any) -> Any:
+    def scan_chunk(states: Any, chunk: Any) -> Any:
         q, k, v, g, beta, is_prompt, is_first, distance = chunk  # [X, N, M, ...]
         state, end = (jnp.where(is_first, 0, x) for x in states)  # of the sequence, of its prompt
-        # The place in the chunk at which the token's sequence begins; below 0 in an earlier chunk.
-        start = (place - distance)[:, None, None]  # [X, 1, 1, c]
+        # The slot in the chunk at which the token's sequence begins; below 0 in an earlier chunk.
+        start = (slot - distance)[:, None, None]  # [X, 1, 1, c]
         began_earlier = start[..., None] < 0  # [X, 1, 1, c, 1]
-        same = (start[..., None] == start[..., None, :]) & (place <= place[:, None])
+        same = (start[..., None] == start[..., None, :]) & (slot <= slot[:, None])
         # The logarithm of the decay since the chunk, or the sequence within it, began.
         total = (same * g[..., None, :]).sum(axis=-1)  # [X, N, M, c]
         decay = jnp.exp(jnp.where(same, total[..., None] - total[..., None, :], -jnp.inf))
@@ -276,7 +285,7 @@ def _delta_rule(inputs: list[jax.Array], walk: Walk) -> tuple[jax.Array, jax.Arr
     flags = [x.T[..., None, None, None, None] for x in (walk.is_prompt, walk.is_first)]
     empty = jnp.zeros((X, N, M, dk, dv), jnp.float32)
     chunks = *inputs, *flags, walk.distance.swapaxes(0, 1)
-    (_, end), out = jax.lax.scan(of_chunk, (empty, empty), chunks)
+    (_, end), out = jax.lax.scan(scan_chunk, (empty, empty), chunks)
     return out, end
 
 

@@ -40,7 +40,7 @@ def token_logps(
     With a support p is the softmax over its tokens; the entropy is always that of all tokens.
     hidden: [..., D] float32 or bfloat16; the matmuls use this dtype. lm_head: [V, D].
     ids: [...] int32. The logits are float32, divided by temperature.
-    support: [..., U] int32. The U ids of a token differ; unused places are -1.
+    support: [..., U] int32. The U ids of a token differ; unused slots are -1.
     mesh: its axes are dp, fsdp and tp; the first axis of hidden and both axes of lm_head are split
     over them. None: one device holds everything.
     """

@@ -159,7 +159,7 @@ def forward_token(
         w, variant = _cast_and_gather(w, compute), _variant(compute.model, i)
         q, kv, gate = _qkv(x, w, compute, _rotary_of_layer(rotary, variant))
         kv = kv._replace(states=tuple(states))
-        completion = write_token(completion, i, kv, cache.place)
+        completion = write_token(completion, i, kv, cache.slot)
         layer_cache = cache._replace(
             prompt=select_layer(cache.prompt, i), completion=select_layer(completion, i)
         )

@@ -3,7 +3,7 @@
 The support is the set of tokens that these filters keep, at most the MAX_SUPPORT likeliest: a token
 is drawn from the softmax over it. Without filters it is drawn from the complete vocabulary.
 
-Dimensions: B sequences, V vocabulary, U places of a support.
+Dimensions: B sequences, V vocabulary, U slots of a support.
 """
 
 import math
@@ -36,7 +36,7 @@ class Drawn(NamedTuple):
 
     token: jax.Array  # [B] int32
     logp: jax.Array  # [B] float32 nats, of the distribution that the token was drawn from
-    support: jax.Array | None = None  # [B, U] int32 ids, -1 in unused places; None: no filters
+    support: jax.Array | None = None  # [B, U] int32 ids, -1 in unused slots; None: no filters
     was_cut: jax.Array | None = None  # [B] bool, whether MAX_SUPPORT has cut the support
 
 
@@ -47,8 +47,8 @@ def draw_tokens(keys: jax.Array, logits: jax.Array, sampling: Sampling) -> Drawn
     """
     if sampling.has_filters():
         kept, ids, was_cut = _support(logits / sampling.temperature, sampling)
-        place = jax.vmap(jax.random.categorical)(keys, kept)[:, None]  # [B, 1]
-        token, chosen = (jnp.take_along_axis(x, place, axis=-1)[:, 0] for x in (ids, kept))
+        slot = jax.vmap(jax.random.categorical)(keys, kept)[:, None]  # [B, 1]
+        token, chosen = (jnp.take_along_axis(x, slot, axis=-1)[:, 0] for x in (ids, kept))
         logp = chosen - jax.nn.logsumexp(kept, axis=-1)
         return Drawn(token, logp, jnp.where(kept > MASKED, ids, -1), was_cut)
     if sampling.temperature == 0:
@@ -78,7 +78,7 @@ def _categorical(key: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def support_size(sampling: Sampling, V: int) -> int:
-    """The places U of a support."""
+    """The slots U of a support."""
     return min(sampling.top_k or MAX_SUPPORT, V)
 
 
@@ -114,6 +114,6 @@ def _largest(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     blocks = blocks.reshape(B, -1, width)
     _, block_ids = jax.lax.top_k(blocks.max(axis=-1), k)  # [B, k]
     chosen = jnp.take_along_axis(blocks, block_ids[..., None], axis=1).reshape(B, -1)
-    values, places = jax.lax.top_k(chosen, k)
-    block = jnp.take_along_axis(block_ids, places // width, axis=-1)
-    return values, block * width + places % width
+    values, slots = jax.lax.top_k(chosen, k)
+    block = jnp.take_along_axis(block_ids, slots // width, axis=-1)
+    return values, block * width + slots % width

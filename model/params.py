@@ -131,7 +131,7 @@ class Layers:
     a_log: Any = None
     dt_bias: Any = None
     out_norm: Any = None
-    # The linear layers at each place before a full layer. (A tuple would be unrolled layers.)
+    # The linear layers by their index in a group. (A tuple would be unrolled layers.)
     linear: list["Layers"] | None = None
 
 
@@ -224,10 +224,10 @@ def _layer_table(model: ModelConfig) -> Layers:
     return dataclasses.replace(full, linear=linear or None)
 
 
-def _leaves_at(model: ModelConfig, place: int) -> Layers:
-    """The leaves of the layers at one place of the groups."""
+def _leaves_at(model: ModelConfig, index: int) -> Layers:
+    """The leaves of the layers with this index in their groups."""
     period, D, F = model.num_layers // model.num_groups, model.hidden_size, model.intermediate_size
-    numbers, block = range(place, model.num_layers, period), "model.layers.{}."
+    numbers, block = range(index, model.num_layers, period), "model.layers.{}."
 
     L, leaf = len(numbers), functools.partial(Leaf, layers=numbers)
 
@@ -244,7 +244,7 @@ def _leaves_at(model: ModelConfig, place: int) -> Layers:
     gemma, after_attention = model.gemma3 is not None, "post_attention_layernorm.weight"
     # In the other families this is the name of the norm before the feed-forward.
     before_mlp = "pre_feedforward_layernorm.weight" if gemma else after_attention
-    if (sizes := model.qwen35) and place < period - 1:
+    if (sizes := model.qwen35) and index < period - 1:
         attn, heads, width = "linear_attn.", sizes.value_heads, sizes.value_heads * sizes.value_dim
         channels = 2 * sizes.key_heads * sizes.key_dim + width
         taps = (L, channels, 1, sizes.taps), (None, "tp", None, None)

@@ -107,7 +107,7 @@ def plan_compute(
     rollout = training._replace(
         layout=Layout(mesh, ROLLOUT_BATCH_AXES),
         remat="none",  # the rollout has no backward
-        attention_impl="xla",  # splash needs rows whose places are multiples of LANES
+        attention_impl="xla",  # splash needs rows whose slots are multiples of LANES
         layer_loop=training.layer_loop if shares else choose_layer_loop(platform, "none"),
         shares_base=shares,
     )

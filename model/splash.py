@@ -28,11 +28,11 @@ def splash_attention(
 
     interpret: whether Pallas' interpreter runs the kernel, for tests on CPUs.
     """
-    S, t = rows.S, rows.prompt.shape[1]
+    S, t = rows.S, rows.segment_ids.shape[1]
     assert not rows.window, "splash has no sliding window"
     is_aligned = S % LANES == t % LANES == 0
-    assert is_aligned, f"rows of {t} places with {S} for prompts are no multiples of {LANES}"
-    assert t <= MAX_ROW_TOKENS, f"the mask of a row of {t} places does not fit into an int32"
+    assert is_aligned, f"rows of {t} slots with {S} for prompts are no multiples of {LANES}"
+    assert t <= MAX_ROW_TOKENS, f"the mask of a row of {t} slots does not fit into an int32"
     q = q * q.shape[-1] ** -0.5
     return on_each_device(functools.partial(_splash_shard, S, interpret), q, kv, rows, layout)
 
@@ -43,19 +43,19 @@ def _splash_shard(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    prompt: jax.Array,
+    segment_ids: jax.Array,
     start: jax.Array,
 ) -> jax.Array:
     """The attention of the rows and heads of a device: [X, t, H*h]. q: [X, H, t, h]. k, v:
-    [X, N, t, h]. prompt, start: [X, t] int32, of PackedRows."""
+    [X, N, t, h]. segment_ids, start: [X, t] int32, of PackedRows."""
     t = q.shape[2]
     block_size = next(size for size in BLOCKS if S % size == t % size == 0)
     names = "block_q block_kv block_q_dkv block_kv_dkv block_q_dq block_kv_dq".split()
 
     def attend(
-        q: jax.Array, k: jax.Array, v: jax.Array, prompt: jax.Array, start: jax.Array
+        q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, start: jax.Array
     ) -> jax.Array:
-        query_info, key_info = _blocks_to_compute(prompt, start, S, block_size)
+        query_info, key_info = _blocks_to_compute(segment_ids, start, S, block_size)
         kernel = splash.SplashAttentionKernel(
             query_info,
             query_info,
@@ -69,30 +69,30 @@ def _splash_shard(
             residual_checkpoint_name=None,
             interpret=interpret,
         )
-        return kernel(q, k, v, splash.SegmentIds(q=prompt, kv=prompt))
+        return kernel(q, k, v, splash.SegmentIds(q=segment_ids, kv=segment_ids))
 
-    out = jax.vmap(attend)(q, k, v, prompt, start)  # [X, H, t, h]
+    out = jax.vmap(attend)(q, k, v, segment_ids, start)  # [X, H, t, h]
     return out.swapaxes(1, 2).reshape(len(q), t, -1)
 
 
 def _splash_mask(S: int, query: jax.Array, key: jax.Array) -> jax.Array:
-    """Whether queries see keys of their prompt. query: as _blocks_to_compute packs it: the place,
+    """Whether queries see keys of their prompt. query: as _blocks_to_compute packs it: the slot,
     and the distance to the start of its completion."""
-    place, distance = query % MAX_ROW_TOKENS, query // MAX_ROW_TOKENS
-    return visible_in_prompt(place, place - distance, key, S)
+    slot, distance = query % MAX_ROW_TOKENS, query // MAX_ROW_TOKENS
+    return visible_in_prompt(slot, slot - distance, key, S)
 
 
 def _blocks_to_compute(
-    prompt: jax.Array, start: jax.Array, S: int, block_size: int
+    segment_ids: jax.Array, start: jax.Array, S: int, block_size: int
 ) -> tuple[MaskInfo, MaskInfo]:
     """The blocks of keys that the queries of each block see, and the reverse, of one row.
 
-    prompt, start: [t] int32. The results have the form of the kernel's static masks, but they are
-    traced arrays, since prompt and start are.
+    segment_ids, start: [t] int32. The results have the form of the kernel's static masks, but they
+    are traced arrays, since these two are.
     """
-    places = jnp.arange(len(prompt), dtype=jnp.int32)
-    queries = places + MAX_ROW_TOKENS * jnp.where(places < S, 0, places - start)
-    tokens = prompt.reshape(-1, 1, block_size), start.reshape(-1, 1, block_size)
+    slots = jnp.arange(len(segment_ids), dtype=jnp.int32)
+    queries = slots + MAX_ROW_TOKENS * jnp.where(slots < S, 0, slots - start)
+    tokens = segment_ids.reshape(-1, 1, block_size), start.reshape(-1, 1, block_size)
     needed = needed_blocks(tokens, S)
     query, key = jnp.indices(needed.shape, dtype=jnp.int32)
 

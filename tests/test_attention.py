@@ -63,7 +63,7 @@ class Inputs(NamedTuple):
     @property
     def seen(self) -> np.ndarray:
         """[X, t, 1]: the tokens that are not padding."""
-        return self.rows.prompt[..., None] >= 0
+        return self.rows.segment_ids[..., None] >= 0
 
 
 class Result(NamedTuple):
@@ -123,7 +123,7 @@ def kv_of(k: np.ndarray, v: np.ndarray) -> KV:
 def visible(inputs: Inputs, x: int, i: int) -> list[int]:
     """The keys that token i of row x sees; padding sees none."""
     rows, position = inputs.rows, inputs.positions[x]
-    prompt, start = rows.prompt[x], rows.start[x]
+    prompt, start = rows.segment_ids[x], rows.start[x]
     before = [j for j in range(i + 1) if prompt[j] == prompt[i] >= 0]
     before = [j for j in before if j < rows.S or start[j] == start[i]]
     return [j for j in before if position[i] - position[j] < inputs.window]
@@ -165,12 +165,12 @@ IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
 def attend(x: Inputs, impl: str, layout: Layout = ONE_DEVICE) -> Callable[..., jax.Array]:
     """The attention as a function of q, kv, prompt and start."""
     return lambda q, kv, prompt, start: IMPLEMENTATIONS[impl](
-        q, kv, x.rows._replace(prompt=prompt, start=start), layout
+        q, kv, x.rows._replace(segment_ids=prompt, start=start), layout
     )
 
 
 def arguments(x: Inputs) -> tuple[Any, ...]:
-    return x.q, x.kv, x.rows.prompt, x.rows.start
+    return x.q, x.kv, x.rows.segment_ids, x.rows.start
 
 
 def program(

@@ -95,7 +95,7 @@ def test_every_token_stands_in_one_place_of_a_row(shards: int, unit: int) -> Non
         x = pack(batch, rows, widths, pad_id=7)
         assert x.ids.shape == (len(rows), widths.S + widths.C)
         assert widths.S % unit == widths.C % unit == 0
-        of_rows = (x.ids, x.prompt, x.start, x.targets, x.places)
+        of_rows = (x.ids, x.segment_ids, x.start, x.targets, x.slots)
         for row, *arrays in zip(rows, *of_rows, strict=True):
             ids, prompt, start, targets, places = arrays
             for j, i in enumerate(row):
@@ -122,10 +122,10 @@ def test_with_chunks_prompts_end_and_groups_begin_at_their_multiples() -> None:
         *[3, 11, 12, 3, 14, 0, 0, 0],
         *[10, 18, 10, 0],
     ]
-    assert x.prompt[0].tolist() == [-1, -1, 0, 0, -1, -1, -1, 1, 1, 1, 1, 1] + [
+    assert x.segment_ids[0].tolist() == [-1, -1, 0, 0, -1, -1, -1, 1, 1, 1, 1, 1] + [
         *[1, 1, -1, -1, 0, 0, 0, 0, 0, -1, -1, -1, 2, 2, 2, -1]
     ]
-    assert x.places[0, 2].tolist() == [4, 5, 6], "targets begin with the group"
+    assert x.slots[0, 2].tolist() == [4, 5, 6], "targets begin with the group"
     assert x.targets[0, 4:9].tolist() == [11, 12, 13, 14, 15]
 
 
@@ -135,7 +135,7 @@ def test_rows_with_chunks_hold_what_is_planned_for_them(seed: int) -> None:
     batch = geometric(30, 120, 16, 4, seed)
     steps, widths = plan_rows(batch, range(64), given)
     for rows in steps:
-        for row, prompt in zip(rows, pack(batch, rows, widths, pad_id=7).prompt, strict=True):
+        for row, prompt in zip(rows, pack(batch, rows, widths, pad_id=7).segment_ids, strict=True):
             assert (prompt >= 0).sum() == sum(batch.lengths[i] for i in row) + sum(
                 batch.prompt_tokens(p) for p in prompts_of(batch, row)
             )

@@ -364,7 +364,7 @@ def test_what_is_too_long_is_counted_and_left_out_or_refused_by_its_example(
     file.write_text("".join(json.dumps(example) + "\n" for example in examples))
     given = {"DATASET": str(file), "COMPLETION_COLUMN": ""}
     run = run_of("MAX_PROMPT_LENGTH=40 MAX_LENGTH_SAMPLE=20", **given)
-    assert [x.place[-9:] for x in run.train_prompts] == ["example 1", "example 4"]
+    assert [x.source[-9:] for x in run.train_prompts] == ["example 1", "example 4"]
     lines = capsys.readouterr().out
     assert "skipped 1 of 4 train prompts: longer than MAX_PROMPT_LENGTH=40 tokens\n" in lines
     assert "skipped 1 of 3 train completions: longer than MAX_LENGTH_SAMPLE=20 tokens\n" in lines

@@ -242,17 +242,17 @@ def write_config(
 def micro_batch(
     prompts: list[data.Prompt], completions: list[list[list[int]]], S: int, T: int
 ) -> MicroBatch:
-    """A row for each prompt, with S places for the prompt and T places for each of its completions,
+    """A row for each prompt, with S slots for the prompt and T slots for each of its completions,
     which are adjacent. A completion is the ids of its turns; every second turn, the model's, is
     taught."""
     share = len(completions) // len(prompts)
     ids, mask = np.zeros((2, len(completions), T), np.int32)
     lengths = np.zeros(len(completions), np.int32)
-    for place, turns in enumerate(completions):
+    for i, turns in enumerate(completions):
         for number, turn in enumerate(turns):
-            places = slice(lengths[place], lengths[place] + len(turn))
-            ids[place, places], mask[place, places] = turn, number % 2 == 0
-            lengths[place] += len(turn)
+            span = slice(lengths[i], lengths[i] + len(turn))
+            ids[i, span], mask[i, span] = turn, number % 2 == 0
+            lengths[i] += len(turn)
     logps, advantages = np.zeros(mask.shape, np.float32), np.zeros(len(mask), np.float32)  # unused
     batch = Batch(prompts, ids, mask, lengths, logps, advantages=advantages)
     rows = np.arange(len(completions)).reshape(-1, share).tolist()

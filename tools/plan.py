@@ -458,7 +458,7 @@ def rollout_programs(
     return programs
 
 
-def micro_batch(plan: Plan, widths: RowShape) -> MicroBatch:
+def micro_batch(plan: Plan, shape: RowShape) -> MicroBatch:
     """The shapes of a micro-batch of the longest prompts and completions, by packing nothing."""
     cfg, layout, sampling = plan.cfg, plan.training.layout, sampling_of(plan.cfg)
     U = support_size(sampling, plan.training.model.vocab_size)
@@ -477,7 +477,7 @@ def micro_batch(plan: Plan, widths: RowShape) -> MicroBatch:
         top_mask=tokens if cfg.top_entropy_quantile < 1 else None,
         support=np.zeros((*tokens.shape, U), np.int32) if sampling.replay else None,
     )
-    row = pack(batch, [[]], widths, pad_id=0)
+    row = pack(batch, [[]], shape, pad_id=0)
 
     def global_shape(x: np.ndarray) -> jax.ShapeDtypeStruct:
         shape = layout.batch_shards * len(x), *x.shape[1:]

@@ -77,7 +77,7 @@ def rollout_work(
     compute: Compute, lengths: Lengths, steps: int, keys: float, sequences: float = 0.0
 ) -> np.ndarray:
     """The work of prefill and of decoding steps. On average a device reads in a step the keys and
-    values of `keys` places and the states of linear layers of `sequences`."""
+    values of `keys` slots and the states of linear layers of `sequences`."""
     model, (prompts, completions) = compute.model, lengths
     # Decoding has no chunks, and a step's activations are few.
     work = forward_work(compute, lengths) - delta_rule_work(compute, completions.sum())

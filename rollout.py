@@ -68,22 +68,6 @@ def prompts_of_round(run: "Run", round_number: int) -> list[data.Prompt]:
     return run.rollout.environments.begin_episodes(run.rollout, prompts, round_number + 1, K)
 
 
-def complete_prompts(
-    run: "Run", backend: Backend, prompts: list[data.Prompt], key: jax.Array
-) -> Completions:
-    """K completions of each prompt that belongs to this process. prompts: of all processes."""
-    return complete(
-        run.rollout,
-        backend,
-        prompts,
-        key,
-        run.rollout.sampling,
-        completions_per_prompt=run.cfg.num_pre_q,
-        prompts_per_pass=run.sizes.prompt_batch_size,
-        title="rollout",
-    )
-
-
 def complete(
     rollout: RolloutConfig,
     backend: Backend,

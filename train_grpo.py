@@ -45,7 +45,6 @@ import numpy as np
 from evaluation import evaluate
 from infra.chips import exit_on_oom
 from infra.hosts import exiting_on_error
-from infra.lifecycle import evaluation_is_due
 from infra.log import Clock
 from infra.mistakes import UserMistake, exit_with_mistakes, import_side_file
 from loss import group_advantages, top_entropy_mask
@@ -62,7 +61,7 @@ from model.layout import slice_of_process
 from model.params import Params, combine_params
 from rollout import (
     choose_groups,
-    complete_prompts,
+    complete,
     gather_batch,
     has_enough_groups,
     prompts_of_round,
@@ -95,16 +94,10 @@ def main(cfg: Config) -> None:
     def save() -> None:
         life.save({"state": state})
 
-    def evaluate_and_save() -> None:
-        # The checkpoint knows the accuracy, so that the best one is kept.
-        if evaluation_is_due(cfg, life.progress):
-            life.record_evaluation(evaluate_now())
-        if life.save_is_due():
-            save()
-
     # After SIGTERM or Ctrl-C `ending` saves a checkpoint and ends the program.
     with contextlib.closing(backend), life.ending(save):
-        evaluate_and_save()  # the baseline; in a resumed run, what its last step still lacked
+        # The baseline; in a resumed run, what its last step still lacked.
+        life.evaluate_and_save(evaluate_now, save)
         for step in range(life.progress.step, cfg.steps):
             clock = Clock(PHASES)
 
@@ -117,7 +110,16 @@ def main(cfg: Config) -> None:
                 round_number = life.progress.rounds + len(rounds)  # of the run, from 0
                 prompts = prompts_of_round(run, round_number)  # [P], the same on every process
                 key = jax.random.fold_in(rollout_key, round_number)
-                completions = complete_prompts(run, backend, prompts, key)  # [local_batch, T]
+                completions = complete(
+                    rollout,
+                    backend,
+                    prompts,
+                    key,
+                    rollout.sampling,
+                    completions_per_prompt=cfg.num_pre_q,
+                    prompts_per_pass=run.sizes.prompt_batch_size,
+                    title="rollout",
+                )  # of this process, [local_batch, T]
                 clock.lap("rollout_generate")
                 # [local_batch] and [local_batch, functions]
                 totals, per_function = reward_completions(
@@ -177,7 +179,7 @@ def main(cfg: Config) -> None:
             life.count_step(len(rounds), nonfinite_metric(metrics))
 
             # ---- Evaluation on held-out questions and a checkpoint, if they are due --------------
-            evaluate_and_save()
+            life.evaluate_and_save(evaluate_now, save)
 
         if cfg.eval_full_sweep:  # the last checkpoint is saved before this long evaluation
             evaluate_now(full=True)

@@ -68,7 +68,6 @@ from demonstrations import Demonstration
 from evaluation import evaluate
 from infra.chips import exit_on_oom, memory_peaks
 from infra.hosts import exiting_on_error
-from infra.lifecycle import evaluation_is_due
 from infra.log import Clock, RunLog
 from infra.mistakes import UserMistake, exit_with_mistakes, import_side_file
 from metrics import escape_control_characters, nonfinite_metric, shorten
@@ -99,16 +98,10 @@ def main(cfg: Config) -> None:
     def save() -> None:
         life.save({"state": state})
 
-    def evaluate_and_save() -> None:
-        # The checkpoint knows the score, so that the best one is kept.
-        if evaluation_is_due(cfg, life.progress):
-            life.record_evaluation(evaluate_now())
-        if life.save_is_due():
-            save()
-
     # After SIGTERM or Ctrl-C `ending` saves a checkpoint and ends the program.
     with contextlib.closing(backend), life.ending(save):
-        evaluate_and_save()  # the baseline; in a resumed run, what its last step still lacked
+        # The baseline; in a resumed run, what its last step still lacked.
+        life.evaluate_and_save(evaluate_now, save)
         for step in range(life.progress.step, cfg.steps):
             clock = Clock(["update"])
 
@@ -117,8 +110,9 @@ def main(cfg: Config) -> None:
             batch = batch_of([run.train_prompts[i] for i in indices], cfg.max_length_sample)
             if step == 0:  # for people to check
                 learnt = batch.completion_ids[0][batch.completion_mask[0] > 0]
-                text = escape_control_characters(shorten(run.rollout.tokenizer.decode(learnt)))
-                life.log.print_line(f"learnt of {batch.prompts[0].source}: {text}")
+                text = shorten(run.rollout.tokenizer.decode(learnt))
+                line = f"learnt of {batch.prompts[0].source}: {escape_control_characters(text)}"
+                life.log.print_line(line)
 
             # ---- Update --------------------------------------------------------------------------
             lr = learning_rate(
@@ -135,7 +129,7 @@ def main(cfg: Config) -> None:
             # ---- Log -----------------------------------------------------------------------------
             log_step(run, life.log, step, batch, metrics | {"learning_rate": lr}, clock)
             life.count_step(1, nonfinite_metric(metrics))
-            evaluate_and_save()
+            life.evaluate_and_save(evaluate_now, save)
 
         if cfg.eval_full_sweep:  # the last checkpoint is saved before this long evaluation
             evaluate_now(full=True)

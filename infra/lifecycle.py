@@ -56,10 +56,15 @@ class Lifecycle:
         with raising_on_all_processes():
             write_run(self.out, self.progress, has_saved=self.checkpoints.newest >= 0)
 
-    def save_is_due(self) -> bool:
-        """Whether SAVE_EVERY_STEPS asks for a checkpoint after the steps that are done."""
+    def evaluate_and_save(self, evaluate: Callable[[], float], save: Callable[[], None]) -> None:
+        """Evaluates and saves after the steps that are done, if either is due. The checkpoint has
+        the score of the evaluation, so that the best one is kept."""
         step, every = self.progress.step, self.cfg.save_every_steps
-        return step > 0 and every > 0 and (step % every == 0 or step == self.cfg.steps)
+        if evaluation_is_due(self.cfg, self.progress):
+            self.progress.accuracy = evaluate()
+            self._review(RUNNING)
+        if step > 0 and every > 0 and (step % every == 0 or step == self.cfg.steps):
+            save()
 
     def save(self, arrays: Any) -> None:
         """Saves a checkpoint, unless this step has one already (SAVE_EVERY_STEPS=0: never)."""
@@ -70,11 +75,6 @@ class Lifecycle:
             progress.best_step, progress.best_accuracy = progress.step, progress.accuracy
         progress.lengths = self.log.file_lengths()
         self.checkpoints.save(arrays, progress)
-
-    def record_evaluation(self, score: float) -> None:
-        """Keeps the score after the steps that are done, and reviews the run so far."""
-        self.progress.accuracy = score
-        self._review(RUNNING)
 
     def count_step(self, rounds: int, not_finite: str) -> None:
         """Counts a step; ends the run if NONFINITE_LIMIT steps in a row were not finite.

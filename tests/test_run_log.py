@@ -86,13 +86,11 @@ def test_a_checkpoint_knows_its_evaluations_the_best_step_and_the_lengths_of_the
     records = []
     for step in range(5):
         life.log.append_entries("eval.jsonl", step, [{}])  # '{"step": 0}' and a line feed
-        if evaluation_is_due(life.cfg, life.progress):
-            life.record_evaluation(next(accuracies))
+        life.evaluate_and_save(lambda: next(accuracies), lambda: life.save({"x": jnp.zeros(2)}))
         assert not evaluation_is_due(life.cfg, life.progress)
-        if life.save_is_due():
-            life.save({"x": jnp.zeros(2)})
-            life.checkpoints.wait_until_saved()
-            file = tmp_path / "checkpoints" / str(step) / "record" / "metadata"
+        life.checkpoints.wait_until_saved()
+        file = tmp_path / "checkpoints" / str(step) / "record" / "metadata"
+        if file.exists():
             records.append(json.loads(file.read_text()))
         life.count_step(1, "")
     third, fourth = records

@@ -17,7 +17,7 @@ from test_turns import Script, answers
 
 from config import Config
 from model import hf
-from rollout import complete_prompts, prompts_of_round, reward_completions
+from rollout import complete, prompts_of_round, reward_completions
 from startup import set_up
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -158,7 +158,16 @@ def here(
     run = set_up(Config.from_env(settings))
     prompts = prompts_of_round(run, 0)
     script = Script([[text + STOP for text in turns] for turns in texts], T)
-    made = complete_prompts(run, script, prompts, jax.random.key(0))
+    made = complete(
+        run.rollout,
+        script,
+        prompts,
+        jax.random.key(0),
+        run.rollout.sampling,
+        completions_per_prompt=len(texts),
+        prompts_per_pass=1,
+        title="rollout",
+    )
     _, rewards = reward_completions(run.rollout, prompts, made)
     used = [slice(length) for length in made.lengths]
     return [

@@ -317,7 +317,7 @@ class Config:
         return self.max_length_sample >= LONG_COMPLETIONS and self.rollout_backend == "naive"
 
     def ignores_rewards(self) -> bool:
-        """Whether the policy learns from the teacher alone."""
+        """Whether the policy learns only from the teacher."""
         return bool(self.teacher_path) and self.reward_coef == 0
 
     def skips(self) -> bool:

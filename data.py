@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # midnight. It is the date that Llama 3.2's template prints by default.
 DATE = datetime(2024, 7, 26)
 DATE_CODES = ("%-d", "%-m", *(f"%{letter}" for letter in "aAbBdmyYHMSpj"))
-# Stands in front of a template and replaces the function that returns today's date.
+# Prepended to a template, it replaces the function that returns today's date.
 FIXED_DATE = (
     "{% macro strftime_now(format) %}{{ format"
     + "".join(f" | replace('{code}', '{DATE.strftime(code)}')" for code in DATE_CODES)
@@ -181,7 +181,7 @@ def read_question_and_answer(
 def read_completion(
     source: str, columns: Mapping[str, Any], question: str, completion: str
 ) -> tuple[Mapping[str, Any], tuple[list[Message], str]]:
-    """Returns the columns with the messages of a question alone, and a pair: the messages that
+    """Returns the columns with only the messages of the question, and a pair: the messages that
     follow it, up to the last one of the assistant, and the source, for errors.
 
     completion: the column of a text or of messages. "": the question's column has conversations,
@@ -276,7 +276,7 @@ def read_question(value: list, source: str) -> Example:
 
 
 def append_to_question(example: Example, text: str) -> Example:
-    """Returns the example with the text behind its question, and behind its last message."""
+    """Returns the example with the text after its question and its last message."""
     longer = example | {"question": example["question"] + text}
     if example.get("prompts"):
         *earlier, last = example["prompts"]
@@ -288,7 +288,7 @@ def _split_files(folder: Path, split: str) -> list[Path]:
     """Returns SPLIT.ext, or all shards SPLIT-00000-of-0000N.ext; other files do not count. Raises
     UserMistake if the folder has no such file, or if they are not N files of one format."""
     files = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES)
-    # Older versions of datasets put a hash behind the number.
+    # Older versions of datasets append a hash to the number.
     name = re.compile(rf"{re.escape(split)}(?:-(\d{{5}})-of-(\d{{5}})(-[0-9a-f]{{16}})?)?")
     matches = {file: match for file in files if (match := name.fullmatch(file.stem))}
     if not matches:
@@ -304,7 +304,7 @@ def _split_files(folder: Path, split: str) -> list[Path]:
 
 
 def _read_hub(dataset: str, config: str, split: str) -> list[object]:
-    import datasets  # slow to import, and needed for the hub alone
+    import datasets  # slow to import, and only needed for the hub
 
     name = config or HUB_CONFIGS.get(dataset, "")
     mistake = f"DATASET={dataset}: no such file or folder, and the hub says (DATASET_CONFIG={name})"
@@ -347,7 +347,7 @@ class ChatFormat(NamedTuple):
     """What stands around a question in a prompt: messages, and the text of the chat template."""
 
     tokenizer: "PreTrainedTokenizerBase"
-    opening: list[Message]  # the messages in front of each question: those of SYSTEM_PROMPT
+    opening: list[Message]  # the messages before each question, from SYSTEM_PROMPT
     default_opening: Sequence[Message] = ()  # of a text, if `opening` is empty
     tools: Sequence[dict[str, Any]] = ()  # their descriptions
     kwargs: Mapping[str, Any] = {}  # more arguments of the template: CHAT_TEMPLATE_KWARGS
@@ -359,7 +359,7 @@ class ChatFormat(NamedTuple):
 
     def messages_of(self, example: Example) -> list[Message]:
         """The opening, and the question or the messages of the example. A system message of the
-        example replaces that of the opening."""
+        example replaces the one of the opening."""
         messages = example.get("prompts")
         if not messages:
             question = {"role": "user", "content": example["question"]}
@@ -454,7 +454,7 @@ def checked_chats(chats: list[list[Message]], chat_format: ChatFormat) -> list[l
 
 
 def tokenize(texts: list[str], chat_format: ChatFormat, vocab_size: float) -> list[list[int]]:
-    """Returns the ids of each text alone. Raises UserMistake if the model has no row for one."""
+    """Returns the ids of each text. Raises UserMistake if the model has no row for one."""
     tokenizer = chat_format.tokenizer
     ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     largest = max((max(text_ids, default=0) for text_ids in ids), default=0)
@@ -502,7 +502,7 @@ def writes_system_message(chat_format: ChatFormat, content: str = "") -> bool:
 
 
 def with_system_in_question(chat: list[Message]) -> list[Message]:
-    """Returns the messages with the system message in front of the text that follows it, for a
+    """Returns the messages with the system message prepended to the text that follows it, for a
     chat template without a system role."""
     if chat[0]["role"] != "system":
         return chat
@@ -511,7 +511,7 @@ def with_system_in_question(chat: list[Message]) -> list[Message]:
 
 
 def end_of_turn_id(chat_format: ChatFormat) -> int | None:
-    """Returns the added token that the chat template writes behind an answer; None without such a
+    """Returns the added token that the chat template writes after an answer; None without such a
     token, and for a template that takes no answers."""
     question = {"role": "user", "content": "A question."}
     chat = [question, {"role": "assistant", "content": SENTINEL}]
@@ -520,15 +520,15 @@ def end_of_turn_id(chat_format: ChatFormat) -> int | None:
     except UserMistake:
         return None
     tokenizer = chat_format.tokenizer
-    behind = tokenizer(text.partition(SENTINEL)[2].lstrip(), add_special_tokens=False)["input_ids"]
-    return behind[0] if behind and behind[0] in tokenizer.added_tokens_decoder else None
+    ids = tokenizer(text.partition(SENTINEL)[2].lstrip(), add_special_tokens=False)["input_ids"]
+    return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else None
 
 
 def open_think_tag(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase") -> str:
     """Returns the <think> at the end of the prompt, with the white space after the tag, or "".
 
     Some chat templates open this tag for the assistant. The completion then begins after the tag,
-    so the caller puts the tag in front of the completion for the reward functions.
+    so the caller prepends the tag to the completion for the reward functions.
     """
     tag = re.search(r"<think>\s*\Z", tokenizer.decode(prompt.ids[-_TAIL:]))
     return tag[0] if tag else ""
@@ -575,7 +575,7 @@ def batch_indices(
 ) -> np.ndarray:
     """Returns [P] int64, the indices of the examples of a round of sampling, counted from 0.
 
-    Each epoch visits every example once, in an order that depends on (seed, epoch) alone. A round
+    Each epoch visits every example once, in an order that depends only on (seed, epoch). A round
     may begin in one epoch and end in the next.
     """
     positions = round_number * prompts_per_step + np.arange(prompts_per_step)  # [P]

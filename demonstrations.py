@@ -1,9 +1,9 @@
-"""Demonstrations: the completions of a dataset as token ids, with a mask of those that are learnt.
+"""Demonstrations: the completions of a dataset as token ids, with a mask of those to train on.
 
 The ChatFormat that renders prompts also renders conversations. A turn of the assistant begins where
-the prompt of the messages in front of it ends, and reaches to the token that ends it. A prompt is
-tokenized without the turn behind it, because a sampler continues the ids of its prompt. The line
-break behind a turn is not learnt, since no sampler writes it.
+the prompt of the messages before it ends, and reaches to the token that ends it. A prompt is
+tokenized without the turn after it, because a sampler continues the ids of its prompt. The line
+break after a turn is not trained on, because no sampler writes it.
 """
 
 import itertools
@@ -18,10 +18,10 @@ from infra.mistakes import UserMistake
 class Demonstration(NamedTuple):
     """A data.Prompt with a completion to learn."""
 
-    ids: list[int]  # of the prompt: all tokens in front of the first one that is learnt
+    ids: list[int]  # of the prompt: all tokens before the first one that is trained on
     columns: Example
     completion_ids: list[int]
-    completion_mask: list[int]  # 1 on the tokens that are learnt, 0 on those between the turns
+    completion_mask: list[int]  # 1 on the tokens to train on, 0 on those between the turns
     source: str  # the file and the number of the example
 
 
@@ -44,7 +44,7 @@ def build_demonstrations(
     for example in examples:
         columns = {**example}
         completion, source = columns.pop("completions")
-        # Turns of the prompt, such as those of SYSTEM_PROMPT, are not learnt.
+        # Turns of the prompt, such as those of SYSTEM_PROMPT, are not trained on.
         turns = sum(message["role"] == "assistant" for message in completion)
         chat = chat_format.messages_of(columns) + completion
         try:
@@ -62,7 +62,7 @@ def cut_out_turns(
     chat: list[Message], count: int, chat_format: ChatFormat, end: str, is_written: bool
 ) -> list[str]:
     """The text of the chat in pieces: its last `count` turns of the assistant, each with the token
-    that ends it, and what is in front of each of them.
+    that ends it, and the text before each of them.
 
     end: this token. is_written: whether the template writes it; if not, it is added to each turn.
     Raises UserMistake if a turn has no text or not one of this token, or if the template writes
@@ -84,12 +84,12 @@ def cut_out_turns(
             raise UserMistake(f"{name} has no text; leave the example out")
         if chat[i].get("weight") == 0:  # in data for OpenAI's fine-tuning
             raise UserMistake(f"{name} has the weight 0, but all are learnt; leave the example out")
-        # Phi-3's template writes one more token behind the turn, unless messages follow.
+        # Phi-3's template writes one more token after the turn, unless messages follow.
         turn = turn.partition(end)[0]
         written = prompt + turn + end * is_written
         if not text.startswith(written):
             raise UserMistake(
-                f"the chat template writes {name} or the messages in front of it otherwise in the "
+                f"the chat template writes {name} or the messages before it otherwise in the "
                 f"prompt or when more messages follow, as templates do that drop thoughts; give "
                 f"each example one turn, or set CHAT_TEMPLATE to one such as docs/qwen3_turns.jinja"
             )
@@ -101,16 +101,16 @@ def cut_out_turns(
 def tokenize_pieces(
     pieces: list[str], chat_format: ChatFormat, vocab_size: float
 ) -> list[list[int]]:
-    """The ids of each piece as a sampler would continue those of the piece in front of it.
+    """The ids of each piece as a sampler would continue the ids of the piece before it.
 
-    Tokenizers such as Llama 2's write a space in front of a text, but none inside. Where a token
-    would cross the border of two pieces, each of them has the ids of its text alone.
+    Tokenizers such as Llama 2's write a space before a text, but none inside. Where a token
+    would cross the border of two pieces, each of them is tokenized by itself.
     """
-    alone = data.tokenize(pieces, chat_format, vocab_size)
+    separate = data.tokenize(pieces, chat_format, vocab_size)
     pairs = [a + b for a, b in itertools.pairwise(pieces)]
-    ids = alone[:1]
+    ids = separate[:1]
     for first, second, both in zip(
-        alone[:-1], alone[1:], data.tokenize(pairs, chat_format, vocab_size), strict=True
+        separate[:-1], separate[1:], data.tokenize(pairs, chat_format, vocab_size), strict=True
     ):
         continues = both[: len(first)] == first
         ids.append(both[len(first) :] if continues else second)

@@ -48,7 +48,7 @@ def rescale_to_all_tokens(
     metrics: from merge_metrics; NaN means that there is no value. batch: all sequences of the
     update. sequences: the indices of those that its micro-steps have computed.
 
-    Sequences that are not computed have the advantage 0, so that they add nothing to the loss and
+    Sequences that are not computed have the advantage 0 and add nothing to the loss and
     no ratio is clipped. Means that need log-probabilities of the trainer are taken over the
     update_token_count tokens that were computed. The entropy is that of the sampler, and is over
     all tokens of the loss: minus the mean of their sampling_logps, an unbiased estimate.

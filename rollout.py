@@ -192,8 +192,8 @@ def gather_batch(
 
 def has_enough_groups(cfg: Config, rounds: list[Batch], reward_weights: Sequence[float]) -> bool:
     """Whether a step has sampled enough rounds. One is enough without DYNAMIC_SAMPLING. With it,
-    sampling goes on until P groups have rewards that differ, for at most
-    DYNAMIC_SAMPLING_MAX_ROUNDS rounds. All processes know all rewards, so that they agree."""
+    sampling continues until P groups have rewards that differ, for at most
+    DYNAMIC_SAMPLING_MAX_ROUNDS rounds. All processes know all rewards, and so agree."""
     if not rounds:
         return False
     if not cfg.dynamic_sampling or len(rounds) == cfg.dynamic_sampling_max_rounds:

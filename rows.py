@@ -148,7 +148,7 @@ class RowLimits(NamedTuple):
     sequences: int  # sequences of a shard in a micro-step, if all of them have T tokens
     completions: int  # K: completions per prompt
     max_length_sample: int  # T: the most tokens of a completion
-    longest_prompt: int  # S of the run's longest prompt alone, padded
+    longest_prompt: int  # S of a row with only the run's longest prompt
     unit: int = 1  # S and C are multiples of it, and it divides S_STEP
     chunk: int = 1  # as in RowShape; it divides unit
 

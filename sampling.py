@@ -39,7 +39,7 @@ STAGES, STAGE_TOKENS = 4, 128  # of decode, see stage_ends
 
 
 class Stopping(NamedTuple):
-    """What ends a completion, and the padding behind it."""
+    """What ends a completion, and the id of padding."""
 
     max_length_sample: int  # T: the most tokens of a completion
     stop_ids: tuple[int, ...]  # a completion ends with the first of these that is drawn
@@ -92,7 +92,7 @@ class NaiveBackend:
 
         prompt_ids, prompt_mask: [prompts, S+1] int32, left-padded, each prompt of this process
         once; the mask is 0 on padding. sequence_ids: [count] int32, in ascending order. A token's
-        random bits depend on the key, the sequence's id and the token's index alone, not on the
+        random bits depend only on the key, the sequence's id and the token's index, not on the
         device. earlier_tokens: [count] int32, for a later turn: how many tokens of the completion
         the prompt ends with. They count in the token's index and in MAX_LENGTH_SAMPLE, and are
         not returned. None: the first turn.
@@ -147,7 +147,7 @@ Backend: TypeAlias = "NaiveBackend | SglangBackend"  # the same public methods
 @functools.lru_cache
 def sync_weights(compute: Compute) -> Callable[[Params], Params]:
     """The jitted program that copies Params to the mesh, the dtype and the layer_loop of `compute`.
-    If the rollout shares LoRA's base with training, it copies the adapters alone.
+    If the rollout shares LoRA's base with training, it copies only the adapters.
 
     The meshes of training and of the rollout have to list the devices in the same order.
     """

@@ -201,7 +201,7 @@ def dtype_note(dtype: str) -> str:
     device = jax.devices()[0]
     if dtype != "auto" or device.platform == "cpu" or has_bfloat16(device):
         return ""
-    return f"note: {device.device_kind} has no bfloat16, so that DTYPE=auto is float32\n"
+    return f"note: {device.device_kind} has no bfloat16, so DTYPE=auto is float32\n"
 
 
 def lora_line(model: ModelConfig, rollout_compute: Compute) -> str:
@@ -353,7 +353,7 @@ def check_chat_format(cfg: Config, chat_format: data.ChatFormat) -> None:
         reason = f"the chat template does not read {name!r}, or every run sets it"
         reads = ", ".join(sorted(arguments)) or "no others"
         raise UserMistake(f"CHAT_TEMPLATE_KWARGS: {reason}; it reads {reads}")
-    # The template may refuse a value, too, or take lists of texts and images alone.
+    # The template may also refuse a value, or only take lists of texts and images.
     question = chat_format.messages_of({"question": data.SENTINEL})
     [text] = chat_format.render(data.checked_chats([question], chat_format))
     if data.SENTINEL not in text:
@@ -364,7 +364,7 @@ def check_chat_format(cfg: Config, chat_format: data.ChatFormat) -> None:
     tokenizer = chat_format.tokenizer
     bos = tokenizer.decode(tokenizer("")["input_ids"][:1])
     if bos == tokenizer.bos_token and not text.startswith(bos):
-        reason = f"the tokenizer puts {bos} in front of a text, and the chat template does not"
+        reason = f"the tokenizer puts {bos} before a text, and the chat template does not"
         print(
             f"note: {reason}; if the model needs it, begin CHAT_TEMPLATE with {{{{ bos_token }}}}"
         )
@@ -372,7 +372,7 @@ def check_chat_format(cfg: Config, chat_format: data.ChatFormat) -> None:
     if not data.writes_system_message(chat_format, system):
         has_role = data.writes_system_message(chat_format)
         reason = "changes the system message" if has_role else "has no system role"
-        change = "system messages stand in front of the question"
+        change = "system messages are prepended to the question"
         print(f"note: the chat template {reason}; {change}", flush=True)
     thinks = chat_format.kwargs.get("enable_thinking") is not False and cfg.loss_type != "sft"
     if "enable_thinking" in arguments and thinks and cfg.max_length_sample < LONG_THOUGHT:
@@ -462,7 +462,7 @@ def raise_if_no_number(dataset: str, split: str, answers: list[str]) -> None:
         print(f"note: {share} {reason}", flush=True)
 
 
-# ---- Doors: each side-file is imported here alone ------------------------------------------------
+# ---- Doors: each side-file is only imported here ------------------------------------------------
 
 
 def open_environments(
@@ -542,7 +542,7 @@ def open_reviewer(out: Path, log: RunLog) -> "Reviewer | None":
 
 def open_trackers(cfg: Config) -> ModuleType | None:
     """The module of the trackers, or None if the run has none. Raises UserMistake if its file is
-    missing, or a tracker that a setting asks for cannot work. A key of W&B alone ends no run."""
+    missing, or a tracker that a setting asks for cannot work. A key of W&B never ends a run."""
     mode, is_set = cfg.wandb_mode, cfg.report_to or cfg.wandb_mode
     if not cfg.report_to and (mode == "disabled" or not (mode or os.environ.get("WANDB_API_KEY"))):
         return None
@@ -613,7 +613,7 @@ def drift_level(cfg: Config, train_compute: Compute, rollout_compute: Compute) -
 
 
 def open_log(run: Run, out: Path, progress: Progress) -> RunLog:
-    """The log of a run in its folder. Records after the checkpoint from which the run goes on are
+    """The log of a run in its folder. Records after the checkpoint from which the run resumes are
     removed, unless there is nothing left to train or to evaluate. Writes config.yaml."""
     cfg, writes = run.cfg, jax.process_index() == 0
     evaluates = evaluation_is_due(cfg, progress) or cfg.eval_full_sweep

@@ -25,7 +25,7 @@ This departs from the GRPO paper (arXiv 2402.03300) in five points, as most of t
     tokens that TOP_K, TOP_P and MIN_P drop in sampling have probability 0 in the loss too
     (SAMPLING_SUPPORT=full drops them in sampling only).
  5. old_logps are the trainer's own logps: each ratio of a step's first update is exactly 1. The
-    sampler's logps, which differ by rounding, enter the loss by IS_MODE alone.
+    sampler's logps, which differ by rounding, enter the loss only by IS_MODE.
 """
 # ruff: noqa: E402 - settings are read and checked before jax is imported
 
@@ -85,7 +85,7 @@ def main(cfg: Config) -> None:
     rollout_key, eval_key = jax.random.split(jax.random.key(cfg.seed))
 
     def params() -> Params:
-        # With LoRA the training state holds the adapters alone.
+        # With LoRA the training state holds only the adapters.
         return combine_params(learner.base, state.params)
 
     def evaluate_now(full: bool = False) -> float:

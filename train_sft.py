@@ -4,7 +4,7 @@
     MODEL_PATH=runs/sft/hf OUTPUT_DIR=runs/grpo python train_grpo.py
 
 A step makes the completions of P demonstrations more likely, in one update. The loss is the mean
-negative log-likelihood over all tokens of the update that are learnt: those of the assistant's
+negative log-likelihood over all tokens of the update that are trained on: those of the assistant's
 turns, with the tokens that end them, without TEMPERATURE and without filters. demonstrations.py
 says which tokens these are. Rows, updates, checkpoints and exports are those of train_grpo.py, for
 which a demonstration is a prompt with a single completion (K = 1) of advantage 1.
@@ -84,12 +84,12 @@ def main(cfg: Config) -> None:
     _, eval_key = jax.random.split(jax.random.key(cfg.seed))
 
     def params() -> Params:
-        # With LoRA the training state holds the adapters alone.
+        # With LoRA the training state holds only the adapters.
         return combine_params(learner.base, state.params)
 
     def evaluate_now(full: bool = False) -> float:
         """The score that is highest for the best checkpoint: the accuracy, or without a REWARD_FN
-        exp(-loss), the geometric mean of the probabilities of the learnt tokens."""
+        exp(-loss), the geometric mean of the probabilities of the tokens trained on."""
         loss = evaluate_loss(run, life.log, params(), life.progress.step, full)
         if not run.rollout.functions:
             return math.exp(-loss)
@@ -150,7 +150,7 @@ def batch_of(demonstrations: list[Demonstration], T: int) -> Batch:
 
 
 def evaluate_loss(run: Run, log: RunLog, params: Params, step: int, full: bool) -> float:
-    """The mean negative log-likelihood of the learnt tokens in the first EVAL_PROMPTS
+    """The mean negative log-likelihood of the tokens to train on, in the first EVAL_PROMPTS
     demonstrations of the eval split or, if `full`, in all. Also prints and records it."""
     clock, limit, P = Clock([]), run.cfg.eval_prompts, run.sizes.prompts_per_step
     demonstrations = run.eval_prompts if full or not limit else run.eval_prompts[:limit]

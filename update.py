@@ -59,7 +59,7 @@ class LearnerConfig:
 class TrainState:
     """What an optimizer step changes."""
 
-    params: Params  # the trained weights: with LoRA the adapters alone
+    params: Params  # the trained weights: with LoRA only the adapters
     opt_state: Any
 
 
@@ -371,7 +371,7 @@ def accumulate_gradients(
 ) -> tuple[Params, dict[str, float]]:
     """The gradient of the mini-batch, summed over its micro-batches, and the metrics of the update.
 
-    params: all weights. With LoRA the gradient is that of the adapters alone.
+    params: all weights. With LoRA the gradient is only of the adapters.
     """
     sequences = computed_sequences(mini_batch, learner.skips_zero_advantages)
     counts = loss_denominators(mini_batch)

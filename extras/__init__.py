@@ -1,1 +1,1 @@
-"""Features behind doors: a plain run needs none of them but the report."""
+"""Features behind doors: a plain run only uses the report."""

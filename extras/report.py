@@ -132,8 +132,8 @@ RULES = {
     ),
     "loss_rose": "The loss of training has risen: LEARNING_RATE is too high.",
     "held_out_loss_rose": (
-        "The loss of held-out demonstrations has risen again: the model has learnt those of "
-        "training by heart. Take fewer steps or more demonstrations."
+        "The loss of held-out demonstrations has risen again: the model memorizes those of "
+        "training. Take fewer steps or more demonstrations."
     ),
 }
 
@@ -240,7 +240,7 @@ class Reviewer:
     """Keeps summary.json and report.html of a run up to date, and prints a note for each symptom.
 
     Only process 0 writes and prints. If the files cannot be written, one line says so, and the run
-    goes on.
+    continues.
     """
 
     def __init__(self, out: Path, log: RunLog) -> None:
@@ -249,7 +249,7 @@ class Reviewer:
 
     def write(self, state: str, reason: str = "") -> Record:
         """Writes the review of the run so far, and returns its state, why and verdict, or nothing
-        if there is no review. While the run goes on, each rule that holds gets a line once."""
+        if there is no review. During the run each rule that holds gets a line once."""
         if jax.process_index() != 0:
             return {}
         try:

@@ -1,7 +1,7 @@
 """The run in W&B, trackio and TensorBoard: a row for each step, with all its records.
 
-A run that goes on after a kill sends W&B the rows that it lacks. All other records, which are files
-of this machine, are removed and written again from metrics.jsonl.
+A run that is resumed after a kill sends W&B the rows that it lacks. All other records, which are
+files of this machine, are removed and written again from metrics.jsonl.
 """
 
 import contextlib
@@ -86,7 +86,7 @@ class Trackers:
             self._runs.pop(name, None)
             title, reason = name.replace("wandb", "W&B"), in_one_line(error, with_type=False)
             kept = f"{self._out}/metrics.jsonl has the records"
-            self._log.print_line(f"{title}: {reason}; the run goes on without it, and {kept}")
+            self._log.print_line(f"{title}: {reason}; the run continues without it, and {kept}")
 
 
 class WandbRun:

@@ -110,7 +110,7 @@ class Environments:
         return [self._message_ids(reply if has_tools else [reply]) for reply in replies]
 
     def _message_ids(self, texts: list[str] | list[None]) -> list[int] | None:
-        """The token ids of messages with these texts behind an answer of the policy; None without
+        """The token ids of messages with these texts after an answer of the policy; None without
         a text."""
         role = "tool" if self.chat_format.tools else "user"
         messages = [{"role": role, "content": text} for text in texts if text is not None]
@@ -135,7 +135,7 @@ class Environments:
                 return stop_text, text.removeprefix(stop_text)
         raise UserMistake(
             f"{self._label} needs a chat template that writes one of the stop tokens "
-            f"{', '.join(self._stop_texts)} behind an answer, and it writes {text!r:.40}; set "
+            f"{', '.join(self._stop_texts)} after an answer, and it writes {text!r:.40}; set "
             f"CHAT_TEMPLATE"
         )
 
@@ -268,7 +268,7 @@ class Environments:
         turn: int,
     ) -> list[int]:
         """Appends the environment's answers to this turn of the unfinished completions. Returns
-        those that go on.
+        those that continue.
 
         A message that leaves no room for another token is cut and ends the completion. It then
         counts as cut off, unless the stop token of the turn is already its last token.

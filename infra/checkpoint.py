@@ -1,10 +1,10 @@
 """The checkpoints of a run: what they hold, and how they are saved and restored.
 
-Checkpoint N holds what a run needs to go on after N steps as if it had never stopped: the arrays of
-the training state, and a record in JSON (Progress). The reference of BETA is read from MODEL_PATH
-again. orbax saves checkpoints while the run goes on, and restores them onto any mesh. The record
-has a checksum of each array, which does not depend on the sharding, and a checksum of itself. A
-checkpoint that is incomplete, or does not match its checksums, is never restored.
+Checkpoint N holds what a run needs to continue after N steps as if it had never stopped: the arrays
+of the training state, and a record in JSON (Progress). The reference of BETA is read from
+MODEL_PATH again. orbax saves checkpoints in the background, and restores them onto any mesh. The
+record has a checksum of each array, which does not depend on the sharding, and a checksum of
+itself. A checkpoint that is incomplete, or does not match its checksums, is never restored.
 """
 
 import errno
@@ -167,7 +167,7 @@ class Checkpoints:
         save has failed ends here, because the others would wait for it for SAVE_LIMIT_S."""
         error = sys.exc_info()[1]
         if error and threading.current_thread() is not threading.main_thread():
-            end_process(1, f"\nerror: {self._failure(error)}")  # other threads print, too
+            end_process(1, f"\nerror: {self._failure(error)}")  # other threads print as well
         with exiting_on_error():  # orbax would print the traceback of a thread whose peer is gone
             ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
@@ -179,7 +179,7 @@ class Checkpoints:
         """The arrays and the record of the newest checkpoint that is complete, or None.
 
         wanted: the shapes, dtypes and shardings of the arrays. validate: raises UserMistake if this
-        run may not go on from a checkpoint with this record. step: the only step to try.
+        run may not continue from a checkpoint with this record. step: the only step to try.
         Arrays of the checkpoint that are not wanted are not read.
         If some process cannot read a checkpoint, this prints a line and tries the next older one.
         Raises UserMistake if there are checkpoints and none of them can be read.
@@ -253,7 +253,7 @@ def array_names(arrays: Any) -> list[str]:
 def raise_if_arrays_differ(wanted: Any, record: Mapping[str, Any], part: bool = False) -> None:
     """Raises UserMistake if the checkpoint with this record has other arrays than the wanted ones.
 
-    part: True if the checkpoint may have arrays beside the wanted ones.
+    part: True if the checkpoint may have more arrays than the wanted ones.
     """
     names, saved = array_names(wanted), record["arrays"]
     differences = [f"has no array {name}" for name in names if name not in saved]

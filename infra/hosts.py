@@ -97,12 +97,12 @@ def join_processes(init_timeout_s: int) -> None:
     elif int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:  # a script of sbatch is no step
         cluster = {"cluster_detection_method": "slurm"}
     elif not ((env.get("JAX_PLATFORMS") or "tpu").startswith("tpu") and has_tpu()):
-        return  # this process trains alone
-    # jax gives each task of srun one GPU. A task that is alone on its node takes all GPUs, and so
+        return  # this is the only process
+    # jax gives each task of srun one GPU. The only task of a node takes all GPUs, and so
     # does a task to which Slurm shows no others.
     per_node = env.get("SLURM_STEP_TASKS_PER_NODE", "1")
-    alone = re.fullmatch(r"1(\(x\d+\))?", per_node)  # "1(x2)": two nodes with one task each
-    if (alone or "SLURM_GPUS_PER_TASK" in env) and "JAX_LOCAL_DEVICE_IDS" not in env:
+    is_only_task = re.fullmatch(r"1(\(x\d+\))?", per_node)  # "1(x2)": two nodes with one task each
+    if (is_only_task or "SLURM_GPUS_PER_TASK" in env) and "JAX_LOCAL_DEVICE_IDS" not in env:
         cluster["local_device_ids"] = []
     # This limit comes before jax's, which ends the process with a dump of C++ frames.
     message = (

@@ -2,7 +2,7 @@
 
 After a signal the run saves a checkpoint of its last complete step, and so it does after a user's
 mistake, such as a reward that fails, if there is one process. Everything else that stops a run ends
-it at once: the newest complete checkpoint stays, and the same command goes on from it.
+it at once: the newest complete checkpoint stays, and the same command resumes from it.
 """
 
 import contextlib

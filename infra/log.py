@@ -177,7 +177,7 @@ def replace_file(file: Path, text: str) -> None:
 
 
 def truncate_files(out: Path, lengths: Mapping[str, int]) -> None:
-    """Ends each of FILES after its first bytes, those of `lengths` (else 0): a run that goes on
+    """Ends each of FILES after its first bytes, those of `lengths` (else 0): a resumed run
     writes the rest again. Makes files that are missing. A file with fewer bytes is filled with
     empty lines, and a printed line says so. Raises OSError."""
     for name in FILES:

@@ -24,7 +24,7 @@ class Unwritable(Exception):
     """A file of the run or a checkpoint cannot be written: a line of text that says why.
 
     It ends a start with exit code 2, and a run that has taken a step with exit code 1. The same
-    command goes on from the newest complete checkpoint.
+    command resumes from the newest complete checkpoint.
     """
 
 
@@ -48,7 +48,7 @@ def in_one_line(error: BaseException, *, with_type: bool = True) -> str:
 def reading(mistake: str) -> Iterator[None]:
     """Turns an error of a library that reads what a setting names into the line `mistake: error`.
 
-    The context holds the library's call alone: errors of our own code must keep their traceback.
+    The context holds only the library's call: errors of our own code must keep their traceback.
     """
     try:
         yield
@@ -164,7 +164,7 @@ FOREIGN = ("WANDB_", "JAX_", "HF_", "TPU_", "XLA_", "SGLANG_")
 
 
 def describe_ignored_names(env: Mapping[str, str]) -> list[str]:
-    """A line for each ambiguous name in the environment whose setting is not in it too."""
+    """A line for each ambiguous name in the environment whose setting is not in it."""
     return [
         f"{name}={env[name]} is ignored; the setting is called {ours}"
         for name, ours in AMBIGUOUS.items()

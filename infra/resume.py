@@ -1,7 +1,7 @@
 """The owner of an output folder, and the checkpoint a run starts from.
 
 A folder belongs to one run, which locks it, and which run.json in OUTPUT_DIR identifies. The newest
-checkpoint in the run's own folder always wins. RESUME counts in an empty folder alone, where it
+checkpoint in the run's own folder always wins. RESUME is only read in an empty folder, where it
 begins a fork: a run with an id and records of its own, which saves a checkpoint before its first
 record and needs the other run no more.
 """

@@ -58,7 +58,7 @@ class RewardWorker:
                 stdout=2,  # What the user's code prints goes to stderr.
                 env={**os.environ, "JAX_PLATFORMS": "cpu"},
                 pass_fds=[remote.fileno()],
-                start_new_session=True,  # and a new group, so that Ctrl-C reaches the trainer alone
+                start_new_session=True,  # and a new group: Ctrl-C only reaches the trainer
             )
 
     def ask(self, label: str, request: str, *arguments: object, more_s: float = 0.0) -> Any:

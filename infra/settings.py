@@ -1,7 +1,7 @@
 """Reads settings from the environment, YAML and .env, and writes settings as text.
 
 A mistake is a line of text that names the setting and where it stands; one reading finds all of
-them. Imports neither jax nor flax, and no package for the settings of the environment alone.
+them. Imports neither jax nor flax, and no package if all settings are in the environment.
 """
 
 import argparse

@@ -51,7 +51,7 @@ EXPORTED = "exported_from.json"  # marks an exported model, which a later export
 # several tokens at once.
 OF_TEXT, MTP = re.compile(r"^(base_model\.model\.)?(model\.)?language_model\."), "mtp."
 NOT_READ = ("vision_tower.", "multi_modal_projector.", "model.visual.", MTP)
-# model_type of a model that also sees images -> the architecture of its text part alone
+# model_type of a model that also sees images -> the architecture of its text part
 TEXT_PARTS = {"gemma3": "Gemma3ForCausalLM", "qwen3_5": "Qwen3_5ForCausalLM"}
 LIKE_LLAMA = ("qwen2", "qwen3", "llama", "mistral", "smollm3", "granite")  # values of model_type
 LOCAL, LINEAR, GLOBAL = "sliding_attention", "linear_attention", "full_attention"  # types of layers
@@ -257,7 +257,7 @@ def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:
 
 def _of_text(values: dict[str, Any]) -> dict[str, Any]:
     """The values of a config.json; of a model that also sees images, those of its language model,
-    which transformers can open alone."""
+    which transformers can open."""
     if values.get("model_type") not in TEXT_PARTS:
         return values
     architecture = {"architectures": [TEXT_PARTS[values["model_type"]]]}
@@ -413,7 +413,7 @@ def save_model(
         shutil.copytree(source / TEMPLATES, folder / TEMPLATES)
     generation = source / "generation_config.json"
     values = read_json(generation) if generation.is_file() else {}
-    values["eos_token_id"] = [*stop_ids]  # a base model may name the end of a text alone
+    values["eos_token_id"] = [*stop_ids]  # a base model may only name the end of a text
     (folder / generation.name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     values = _of_text(read_json(source / "config.json"))
     values["torch_dtype" if "torch_dtype" in values else "dtype"] = dtype.name

@@ -35,7 +35,7 @@ def matmul(x: jax.Array, w: jax.Array | Int8) -> jax.Array:
 
 @jax.custom_vjp
 def _matmul_int8(x: jax.Array, w: Int8) -> jax.Array:
-    # With the scale behind the product compilers convert the values within the matmul, and no float
+    # If the scale follows the product, compilers convert the values within the matmul, and no float
     # copy of them is in memory.
     y = jnp.matmul(x, w.values.astype(x.dtype), preferred_element_type=jnp.float32)
     return (y * w.scale).astype(x.dtype)

@@ -149,7 +149,7 @@ def merge_adapters(params: Params, lora: Lora) -> tuple[Params, jax.Array]:
     """The weights without adapters, which are added to their matrices in float32 and then rounded
     to the matrices' dtype; and the share of the matrices' numbers that this has changed."""
     if isinstance(params.layers, tuple):
-        params = arrange_layers(params, "unroll", jnp.float32)  # the adapters alone are stacked
+        params = arrange_layers(params, "unroll", jnp.float32)  # only the adapters are stacked
 
     def add(w: jax.Array, adapter: Adapter | None) -> jax.Array:
         if adapter is None:

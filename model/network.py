@@ -211,7 +211,7 @@ class LayerWeights(NamedTuple):
             return y
         a, b = getattr(self.adapters, name)
         # With a result in float32 XLA does not join this product and x W; on GPUs it would copy W
-        # beside A for that, in every token.
+        # in addition to A for that, in every token.
         low = jnp.matmul(x, a, preferred_element_type=jnp.float32) * lora.scale
         return y + low.astype(x.dtype) @ b
 
@@ -275,7 +275,7 @@ def _qkv(
         z = w.linear(y, name, model.lora)
         z = z if bias is None else z + bias
         # The first constraint is the layout of the matmul, the second that of attention. With the
-        # second alone the compiler would gather the weights in every layer, for every token.
+        # second only the compiler would gather the weights in every layer, for every token.
         z = constrain(z, layout, TRAIN_BATCH_AXES, "tp").reshape(X, t, count, -1)
         return constrain(z, layout, layout.batch_axes) if "tp" in layout.batch_axes else z
 

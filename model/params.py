@@ -2,7 +2,7 @@
 Hugging Face name and the initialization of every weight.
 
 Sharding, loading, the export, checkpoints and the optimizer follow from this table. With LoRA
-training changes the adapters alone, and all other weights are the base.
+training changes only the adapters, and all other weights are the base.
 
 Dimensions: V vocabulary, D model, F feed-forward, L layers, H query heads, N kv heads, h head_dim.
 """
@@ -26,7 +26,7 @@ from model.layout import Axis, mesh_text
 
 class Lora(NamedTuple):
     """Low-rank adapters (LoRA, arXiv 2106.09685): x W becomes x W + (alpha / rank) (x A) B, and
-    training changes A and B alone."""
+    training changes only A and B."""
 
     rank: int  # the columns of A and the rows of B
     alpha: float
@@ -82,7 +82,7 @@ class ModelConfig:
     max_positions: int  # tokens; at most the sliding window of Mistral 7B v0.1
     lora: Lora | None = None  # None: training changes all weights
     embedding_multiplier: float = 1.0  # of embeddings; in Gemma 3 sqrt(D)
-    query_multiplier: float = 1.0  # of queries, beside the 1 / sqrt(h) of attention
+    query_multiplier: float = 1.0  # of queries, in addition to the 1 / sqrt(h) of attention
     residual_multiplier: float = 1.0  # of what attention and feed-forward add to their input
     logits_divisor: float = 1.0  # Granite's logits_scaling
     nope_layers: tuple[bool, ...] = ()  # [L], True without rotary angles; (): all have them
@@ -394,8 +394,8 @@ def trainable_params(params: Params) -> Params:
 
 
 def combine_params(base: Params | None, changed: Params) -> Params:
-    """All weights: `changed`, as trainable_params returns them, with the base if they are adapters
-    alone. base: without LoRA it may be None."""
+    """All weights: `changed`, as trainable_params returns them, with the base if they are only
+    adapters. base: without LoRA it may be None."""
     if base is None or changed.adapters is None:
         return changed
     return dataclasses.replace(base, adapters=changed.adapters)

@@ -1,4 +1,4 @@
-"""A reward from a judge behind an endpoint of OpenAI's chat completions. Edit PROMPT for your task.
+"""A reward from a judge at an endpoint of OpenAI's chat completions. Edit PROMPT for your task.
 
     JUDGE_URL=http://localhost:8000/v1 JUDGE_MODEL=Qwen/Qwen3-8B \
         REWARD_FN=recipes/judge.py:judge python train_grpo.py
@@ -79,7 +79,7 @@ def read_or_ask(request: str) -> str:
 def ask(body: str, waits_s: tuple[float, ...] = WAITS_S, limit_s: float = REQUEST_S) -> str:
     """The judge's answer. Raises ConnectionError with a message that never has the key."""
     post = Request(f"{URL}/chat/completions", body.encode(), {"Content-Type": "application/json"})
-    post.add_unredirected_header("Authorization", f"Bearer {KEY}")  # for this host alone
+    post.add_unredirected_header("Authorization", f"Bearer {KEY}")  # only for this host
     for wait_s in (*waits_s, 0):
         try:
             with urlopen(post, timeout=limit_s) as reply:

@@ -46,7 +46,7 @@ def math_correct(
 
 def extract_answer(text: str, asks_for_line: bool = True) -> str | None:
     r"""The text of the last closed <answer>, else of the last closed \boxed{}, else what stands
-    behind the last "Answer:", for a question that asks for this line. None if it is blank."""
+    after the last "Answer:", for a question that asks for this line. None if it is blank."""
     answer = marked_answer(text)
     if answer is None and asks_for_line and "Answer:" in text:
         answer = text.rpartition("Answer:")[2].strip("* \n").partition("\n")[0].rstrip("* ")

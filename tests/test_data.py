@@ -648,7 +648,7 @@ def test_a_template_without_the_bos_token_that_the_tokenizer_adds_gets_a_note(ca
         single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, 0)]
     )
     check_chat_format(Config(), ChatFormat(tokenizer, []))
-    note = "note: the tokenizer puts <|endoftext|> in front of a text, and the chat template does"
+    note = "note: the tokenizer puts <|endoftext|> before a text, and the chat template does"
     way = "if the model needs it, begin CHAT_TEMPLATE with {{ bos_token }}"
     assert capsys.readouterr().out == f"{note} not; {way}\n"
     tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template

@@ -451,7 +451,7 @@ def test_the_end_of_an_answer_by_the_chat_template_is_a_stop_token_and_a_line_sa
     lines = capsys.readouterr().out
     note = "note: <|im_end|> is a stop token: the chat template ends an answer with it, though the"
     assert f"{note} model's files do not name it\n" in lines
-    note = "note: the chat template has no system role; system messages stand in front of"
+    note = "note: the chat template has no system role; system messages are prepended to"
     assert f"{note} the question\n" in lines
     tools = {"ENVIRONMENT_CLASS": f"{REPO}/recipes/calculator.py:Calculator"}
     run = set_up(Config.from_env(env | tools))

@@ -127,7 +127,7 @@ def test_a_run_goes_on_without_wandb_after_one_line_whenever_wandb_fails(
     log.record_metrics(2, {"eval/accuracy": 0.5})
     log.close({"state": "done"}, finished=True)
     assert capsys.readouterr().out == (
-        f"W&B: service is gone; the run goes on without it, and {tmp_path}/metrics.jsonl has the "
+        f"W&B: service is gone; the run continues without it, and {tmp_path}/metrics.jsonl has the "
         f"records\n"
     )
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3
@@ -202,7 +202,7 @@ def kill_twice_and_finish(out: Path, env: dict[str, str], steps: tuple[int, int]
         process.communicate()
     result = finish(start(out, env, 1), out)
     assert result.code == 0 and "resumed after step" in result.lines, result.errors
-    assert not re.search(r"^\*|goes on without it", result.lines, re.M), result.lines
+    assert not re.search(r"^\*|continues without it", result.lines, re.M), result.lines
 
 
 def metrics_rows(out: Path) -> dict[int, dict[str, Any]]:

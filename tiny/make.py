@@ -82,7 +82,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# A turn of the user within a completion, as this template writes it behind END.
+# A turn of the user within a completion, as this template writes it after END.
 USER = "\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 # ---- Word problems -------------------------------------------------------------------------------

@@ -277,7 +277,7 @@ def overlong_penalty(max_length: int, overlong_cache: int) -> RewardFunction:
     return soft_overlong_penalty
 
 
-# The functions that REWARD_FN may name, beside soft_overlong_penalty.
+# The functions that REWARD_FN may name, in addition to soft_overlong_penalty.
 BUILT_IN = (reward_correct, exact_match, reward_format, tag_count_reward, repetition_penalty)
 # The functions of a run without REWARD_FN, and their weights if REWARD_WEIGHTS is empty.
 DEFAULTS = {"reward_correct": 1.0, "reward_format": 0.5, "tag_count_reward": 0.5}

@@ -123,7 +123,7 @@ class MicroBatch(NamedTuple):
     completion_mask: Any  # [X*Q, T] int32, 1 on the tokens of the loss; 0 in unused slots
     sampling_logps: Any  # [X*Q, T] float32 nats
     advantages: Any  # [X*Q] float32
-    old_logps: Any = None  # [X*Q, T] float32 nats; None: the current logps, so that each ratio is 1
+    old_logps: Any = None  # [X*Q, T] float32 nats; None: the current logps, so each ratio is 1
     ref_logps: Any = None  # [X*Q, T] float32 nats; None: no reference
     teacher_logps: Any = None  # [X*Q, T] float32 nats; None: no teacher
     top_mask: Any = None  # [X*Q, T] int32, 1 on the tokens of TOP_ENTROPY_QUANTILE; None: all

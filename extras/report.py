@@ -85,7 +85,7 @@ WINDOW = 10  # steps at the start and at the end of a run that the rules compare
 # Metrics that are null in the record of an update that is not finite.
 UPDATE_METRICS = (LOSS, GRAD_NORM, "train-other/param_norm")
 # With DYNAMIC_SAMPLING the rules take the metric on the right, which counts all groups that were
-# sampled. The groups that a step keeps are neither too hard nor too easy, so that their mean reward
+# sampled. The groups that a step keeps are neither too hard nor too easy, so their mean reward
 # hardly moves.
 SAMPLED_METRICS = {
     REWARD: "train-other/dynamic_sampling/reward_mean",

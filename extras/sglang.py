@@ -67,7 +67,7 @@ def import_engine(devices: Sequence[jax.Device]) -> Any:
     if (count := jax.process_count()) > 1:
         raise UserMistake(
             f"{SETTING} runs in one process, and {count} have joined: each engine schedules on its "
-            f"own, so that the programs of the processes would differ; {NAIVE}"
+            f"own, so the programs of the processes would differ; {NAIVE}"
         )
     if platform not in PAGE_TOKENS:
         raise UserMistake(f"{SETTING} needs a TPU, or a CPU for tests, not a {platform}; {NAIVE}")
@@ -216,7 +216,7 @@ class SglangBackend:
         if tokens < arguments["context_length"]:
             raise UserMistake(
                 f"SGLANG_JAX_MEM_FRACTION_STATIC={arguments['mem_fraction_static']} leaves memory "
-                f"for {tokens} tokens beside the engine's weights, and the longest sequence needs "
+                f"for {tokens} tokens, and the longest sequence needs "
                 f"{arguments['context_length']}; raise it"
             )
         scheduler = self._engine.scheduler_info["scheduler"]

@@ -89,7 +89,7 @@ def plan_teacher(
 ) -> Compute:
     """How the teacher is computed: on MESH_SHAPE and in the dtype of training. vocab_size: of the
     student. Raises UserMistake."""
-    # It samples nothing, so that the rollout's settings need not suit it.
+    # It samples nothing, so the rollout's settings need not suit it.
     cfg = dataclasses.replace(cfg, rollout_mesh_shape="auto", rollout_backend="naive")
     compute, *_ = plan_compute(cfg, model, sizes, S, devices)
     rows = min(model.vocab_size, vocab_size)

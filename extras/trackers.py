@@ -63,7 +63,7 @@ class Trackers:
             self._send_row()
 
     def close(self, summary: dict[str, Any], finished: bool) -> None:
-        """Ends the run in each tracker. finished: no step is to come, so that the evaluations after
+        """Ends the run in each tracker. finished: no step is to come, so the evaluations after
         the last one are sent too."""
         if finished and self._row:
             self._send_row()

@@ -30,7 +30,7 @@ from rollout import RolloutConfig, text_of
 from sampling import Backend, Completions
 
 # The sequence_id of an unused slot in a pass. A pass returns its sequences in the order of their
-# sequence_ids, so that unused slots come last.
+# sequence_ids, so unused slots come last.
 NO_SEQUENCE = np.iinfo(np.int32).max
 THOUGHT_OR_CALL = re.compile(r"<think>.*?(?:</think>|\Z)|<tool_call>\s*", re.DOTALL)
 # Examples of a turn in which the policy thinks and then answers, or calls a tool.

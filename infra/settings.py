@@ -53,7 +53,7 @@ def knob(
     """The field of a dataclass for a setting.
 
     group: the group in YAML. yaml: the name in that group; empty: the name of the field.
-    choices: the allowed texts beside the default, separated by |. form: a regular expression that
+    choices: the allowed texts but the default, separated by |. form: a regular expression that
     a text must match. kept: whether a resumed run must have the same value. per_process: whether
     processes may have different values. limits: at_least, at_most, above, below; without a lower
     limit a number is at least 0.

@@ -7,7 +7,7 @@ FlashAttention (arXiv 2205.14135) in plain JAX. The results are those of attenti
 Dimensions as in attention.py. Arrays in blocks have a first dimension for them:
 q [num_blocks, X, N, H/N, block_size, h], k and v [num_blocks, X, N, block_size, h], and each array
 of `tokens`, which are the arguments of `visible`, [num_blocks, X, block_size] int32. The slots of
-all rows are equal, so that X is 1 in theirs.
+all rows are equal, so X is 1 in theirs.
 """
 
 import functools

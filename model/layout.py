@@ -28,7 +28,7 @@ class Layout(NamedTuple):
 
     Matmuls split the batch over (dp, fsdp) and the weights over tp. Attention splits the batch over
     `batch_axes`. If tp is one of them (decoding), each device computes all heads of its sequences,
-    so that the kv cache is split by sequence, however few kv heads there are. If it is not
+    so the kv cache is split by sequence, however few kv heads there are. If it is not
     (training), a device computes a part of the heads.
     """
 

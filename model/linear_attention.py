@@ -12,7 +12,7 @@ row at once: a triangular system gives the corrections of a chunk, and only the 
 to chunk (arXiv 2406.06484).
 
 In a packed row (rows.py) a prompt ends, and the first of its completions begins, at a multiple of
-CHUNK slots, so that each chunk belongs to one prompt or to its completions. The loop over the
+CHUNK slots, so each chunk belongs to one prompt or to its completions. The loop over the
 chunks of a row takes a prompt, then its completions, then the next prompt. It carries two states:
 that of the sequence so far, and that of the prompt's end, from which each completion begins. Masks
 separate the completions that share a chunk. The convolution, too, reads the end of the prompt

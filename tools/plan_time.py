@@ -97,7 +97,7 @@ def state_bytes(model: ModelConfig) -> int:
 
 
 def update_work(compute: Compute, lengths: Lengths, micro_steps: float) -> np.ndarray:
-    """The work of forward and backward of all tokens; the optimizer has little beside it."""
+    """The work of forward and backward of all tokens; the optimizer adds little to it."""
     remat, (read, gathered) = compute.remat == "full", weight_bytes(compute)
     passes = (2 if compute.model.lora else 3) + remat
     # A forward gathers the weights, and backward sends as many bytes of gradients back.

@@ -45,7 +45,7 @@ BUILT_IN_REWARD = Drill(
         Edit(
             "rewards.py",
             """\
-# The functions that REWARD_FN may name, beside soft_overlong_penalty.
+# The functions that REWARD_FN may name, in addition to soft_overlong_penalty.
 BUILT_IN = (reward_correct, exact_match, reward_format, tag_count_reward, repetition_penalty)
 """,
             '''\
@@ -54,7 +54,7 @@ def brevity(completions: list[str], **columns: list) -> Rewards:
     return [-len(text) / 100 for text in completions]
 
 
-# The functions that REWARD_FN may name, beside soft_overlong_penalty.
+# The functions that REWARD_FN may name, in addition to soft_overlong_penalty.
 BUILT_IN = (reward_correct, exact_match, reward_format, tag_count_reward, repetition_penalty)
 BUILT_IN += (brevity,)
 ''',

@@ -203,9 +203,9 @@ def policy_loss(
     mask = mask.astype(bool)  # [B, T]
     # Masked advantages may be NaN, and the clip metrics test their sign.
     A = advantages[:, None] if advantages.ndim == 1 else jnp.where(mask, advantages, 0.0)
-    top = mask if top_mask is None else mask & (top_mask > 0)  # [B, T]
+    top_mask = mask if top_mask is None else mask & (top_mask > 0)  # [B, T]
     num_sequences = len(advantages) if num_sequences is None else num_sequences
-    num_top_tokens = jnp.maximum(top.sum(), 1) if num_top_tokens is None else num_top_tokens
+    num_top_tokens = jnp.maximum(top_mask.sum(), 1) if num_top_tokens is None else num_top_tokens
     sequence_tokens = jnp.maximum(mask.sum(axis=1, keepdims=True), 1)  # [B, 1]
 
     def token_mean(x: jax.Array) -> jax.Array:
@@ -232,7 +232,7 @@ def policy_loss(
         is_dropped = (A < 0) & (_sequence_mean(gap, sequence_tokens) > threshold)  # [B, 1]
         loss = jnp.where(is_dropped, 0.0, loss)
         metrics["off_policy_dropped"] = token_mean(is_dropped)
-    loss = jnp.where(top, loss, 0.0) * weight  # [B, T]
+    loss = jnp.where(top_mask, loss, 0.0) * weight  # [B, T]
     if objective.beta > 0:
         kl = _kl(objective, jnp.where(mask, ref_logps - logps, 0.0), ratio)  # [B, T]
         metrics["kl"] = token_mean(kl)
@@ -242,7 +242,8 @@ def policy_loss(
     loss = jnp.where(mask, loss / divisor, 0.0).sum()
     if objective.entropy_coef > 0:
         metrics["policy_loss"] = loss
-        loss = loss - objective.entropy_coef * jnp.where(top, entropy, 0.0).sum() / num_top_tokens
+        total_entropy = jnp.where(top_mask, entropy, 0.0).sum()
+        loss = loss - objective.entropy_coef * total_entropy / num_top_tokens
     return loss, {"loss": loss, **metrics}
 
 

@@ -208,8 +208,8 @@ def with_logps(run: Run, params: Params, ref_params: Params | None, batch: Batch
         if needs_old_logps:
             batch = batch._replace(old_logps=logps)
         if quantile < 1:
-            top = top_entropy_mask(entropies, batch.completion_mask, quantile)
-            batch = batch._replace(top_mask=top.astype(np.int32))
+            top_mask = top_entropy_mask(entropies, batch.completion_mask, quantile)
+            batch = batch._replace(top_mask=top_mask.astype(np.int32))
     return batch
 
 

@@ -67,8 +67,8 @@ def loss_denominators(batch: Batch) -> dict[str, np.ndarray]:
     """The denominators of policy_loss by their names there: counts over all sequences of an update,
     float32 and at least 1."""
     counts = {"num_tokens": batch.completion_mask.sum(), "num_sequences": len(batch.lengths)}
-    top = batch.completion_mask if batch.top_mask is None else batch.top_mask
-    counts["num_top_tokens"] = top.sum()
+    top_mask = batch.completion_mask if batch.top_mask is None else batch.top_mask
+    counts["num_top_tokens"] = top_mask.sum()
     return {name: np.float32(max(count, 1)) for name, count in counts.items()}
 
 

@@ -71,8 +71,8 @@ def token_logps(
     chosen = sums.chosen.sum(axis=0)
     total = (scale * sums.total).sum(axis=0)
     weighted = (scale * (sums.weighted + below * sums.total)).sum(axis=0)
-    in_support = jnp.maximum((scale * sums.in_support).sum(axis=0), SMALLEST)
-    logps = chosen - largest - jnp.log(in_support)
+    support_total = jnp.maximum((scale * sums.support_total).sum(axis=0), SMALLEST)
+    logps = chosen - largest - jnp.log(support_total)
     # logsumexp - sum(p logits) would cancel for large logits and leave few digits of the entropy.
     entropy = jnp.log(total) - weighted / total
     return logps.reshape(hidden.shape[:-1]), entropy.reshape(hidden.shape[:-1])
@@ -86,7 +86,7 @@ class TileSums(NamedTuple):
     chosen: jax.Array  # the logit of the sampled token, 0 if the tile does not have it
     total: jax.Array  # of e
     weighted: jax.Array  # of e (logit - largest)
-    in_support: jax.Array  # of e of the support's tokens; without a support, of all
+    support_total: jax.Array  # of e of the support's tokens; without a support, of all
 
 
 def _shard_sums(
@@ -121,11 +121,11 @@ def _shard_sums(
         largest = checkpoint_name(largest, "largest")
         below = logits - largest[:, None]
         e = jnp.exp(below)
-        total = in_support = e.sum(axis=1)
+        total = support_total = e.sum(axis=1)
         if support is not None:
-            in_support = jnp.where(_support_mask(support - start, tile), e, 0.0).sum(axis=1)
+            support_total = jnp.where(_support_mask(support - start, tile), e, 0.0).sum(axis=1)
         chosen = jnp.where(column == ids - start, logits, 0.0).sum(axis=1)
-        return TileSums(largest, chosen, total, (e * below).sum(axis=1), in_support)
+        return TileSums(largest, chosen, total, (e * below).sum(axis=1), support_total)
 
     if tiles == 1:
         return jax.tree.map(lambda x: x[None], tile_sums((shard, jnp.int32(0))))

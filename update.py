@@ -250,8 +250,9 @@ def next_state(
 def compute_norms(
     state: TrainState, grads: Params, lr: jax.Array, optimizer: Optimizer, model: ModelConfig
 ) -> dict[str, jax.Array]:
-    """The norms of next_state. A program of its own: one that also returned the state would hold
-    two copies of the weights, because the old state must survive a norm that is not finite."""
+    """The norms of next_state. A program of its own, because the old state must survive a norm that
+    is not finite: a single program needs a quarter more memory on a TPU with jnp.where, and a third
+    more on eight of them with lax.cond."""
     return next_state(state, grads, lr, optimizer, model)[1]
 
 

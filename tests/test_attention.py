@@ -211,7 +211,7 @@ def assert_same(got: Result, expected: Result, tolerance: float = 1e-5) -> None:
 def test_values_and_gradients_are_those_of_numpy(
     monkeypatch: pytest.MonkeyPatch, impl: str, shape: tuple[Any, ...]
 ) -> None:
-    """Blocks of 5 tokens, which divide few of the numbers of places."""
+    """Blocks of 5 tokens, which divide few of the numbers of slots."""
     monkeypatch.setitem(blocks.BLOCK, "cpu", 5)
     x = inputs(*shape)
     assert_same(run(x, impl), numpy_attention(x))
@@ -341,7 +341,7 @@ def test_the_kernel_computes_these_pairs_and_fetches_no_other_block() -> None:
 def test_a_row_that_does_not_fit_in_the_mask_is_refused() -> None:
     prompt = np.zeros((1, splash.MAX_ROW_TOKENS + splash.LANES), np.int32)
     q = np.zeros((*prompt.shape, 1, 1), np.float32)
-    with pytest.raises(AssertionError, match="a row of 131200 places does not fit"):
+    with pytest.raises(AssertionError, match="a row of 131200 slots does not fit"):
         splash.splash_attention(q, KV(q, q), PackedRows(prompt, prompt, 128), ONE_DEVICE)
 
 

@@ -38,7 +38,7 @@ def test_in_long_rows_the_steps_of_S_grow_with_C() -> None:
 
 def test_rows_by_hand() -> None:
     """Groups of 300, 250, 200 and 150 tokens behind prompts of 50. A device takes 4 sequences of
-    128 tokens and a prompt of 64, or 576 places, in a micro-step."""
+    128 tokens and a prompt of 64, or 576 slots, in a micro-step."""
     lengths = [100, 75, 75, 50] + [100, 50, 50, 50] + [50] * 4 + [50, 50, 25, 25]
     batch = numbered(lengths, [51] * 4)
     given = limits(max_length_sample=128, longest_prompt=64)

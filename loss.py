@@ -192,8 +192,7 @@ def policy_loss(
     whose mask is 0 everywhere) and (mask * top_mask).sum() of the ENTIRE update. The last two may
     be None if this micro-batch is the entire update. num_top_tokens divides only the entropy bonus;
     the other sums are divided by the counts of all tokens, also with a top_mask.
-    Raises ValueError for an unknown name in the objective, for dr_grpo without max_length_sample,
-    and for arrays of other shapes than these.
+    Raises ValueError for an unknown name, other shapes, and dr_grpo without max_length_sample.
     Source: PPO, arXiv 1707.06347 eq. 7; DAPO, 2503.14476 eq. 8; Dr. GRPO, 2503.20783; GSPO,
     2507.18071; CISPO, 2506.13585; SAPO, 2511.20347; LUSPO, 2602.05261; GMPO, 2507.20673; VESPO,
     2602.10693; DPPO, 2602.04879; the off-policy mask, 2512.02556 eq. 9; TRL; verl for DPPO.

@@ -295,7 +295,7 @@ def test_columns_keep_their_names_and_a_held_out_answer_counts_as_one(
 
 # ---- What is refused -----------------------------------------------------------------------------
 
-OTHERWISE = "f example 1: the chat template writes turn 1 of the assistant or the messages in"
+OTHERWISE = "f example 1: the chat template writes turn 1 of the assistant or the messages before"
 NO_TURN = "f example 1 has no answer of the assistant in 'question', but "
 
 

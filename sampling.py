@@ -64,7 +64,6 @@ class NaiveBackend:
     all processes; token ids in, token ids out."""
 
     def __init__(self, compute: Compute, stopping: Stopping, drop_ended: bool) -> None:
-        """drop_ended: sequences that have ended are dropped from the batch."""
         self._compute = compute
         self._stopping = stopping
         self._drop_ended = drop_ended
@@ -72,8 +71,7 @@ class NaiveBackend:
 
     @attribute_oom_to("the copy of the weights that samples")
     def update_weights(self, params: Params) -> None:
-        """Copies the weights to the dtype and the layout of the rollout, and waits for the copy.
-        Every step and every evaluation calls it before its first pass."""
+        """Copies the weights to the dtype and the layout of the rollout, and waits for it."""
         copy = sync_weights(self._compute)(params)
         copy = combine_params(params, copy) if self._compute.shares_base else copy
         self._weights = jax.block_until_ready(copy)

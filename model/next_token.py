@@ -27,7 +27,6 @@ class Sampling(NamedTuple):
     replay: bool = False  # the support of each token is recorded for the loss; with filters only
 
     def has_filters(self) -> bool:
-        """Whether tokens are drawn from a support."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 

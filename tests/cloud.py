@@ -63,7 +63,7 @@ def laptop_and_origin() -> Path:
 class Cloud:
     """A laptop with a clone of this working tree, and a TPU VM of two workers."""
 
-    def __init__(self, folder: Path, cache: Path, environment: dict[str, str]) -> None:
+    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
         """environment: variables of all workers, beside those that join their processes."""
         self.folder, self.laptop = folder, folder / "grpo"
         shutil.copytree(laptop_and_origin(), folder, dirs_exist_ok=True)
@@ -82,7 +82,6 @@ class Cloud:
         shared = {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": address}
         shared |= {"JAX_NUM_PROCESSES": "2", "LIBTPU_LOCKFILE": str(self.lockfile)}
         (folder / "environ.json").write_text(json.dumps(shared | environment))
-        self.cache = cache
         self.faults()
         for worker in range(2):
             self.home(worker).mkdir()
@@ -111,11 +110,12 @@ class Cloud:
         return self.home(worker) / "grpo"
 
     def environ(self, **settings: str) -> dict[str, str]:
-        shell = {k: os.environ[k] for k in os.environ if k in ("PATH", "HOME", "LANG", "TMPDIR")}
+        kept = ("PATH", "HOME", "LANG", "TMPDIR", "JAX_COMPILATION_CACHE_DIR")
+        shell = {k: os.environ[k] for k in os.environ if k in kept}
         shell["PATH"] = f"{self.folder}/bin:{shell['PATH']}"
         shell |= {"TPU_NAME": "mine", "ZONE": "a-zone", "CLOUD": str(self.folder)}
         shell |= {"TPU_VENV": str(self.venv), "PYTHON": "python_of_laptop", "RETRY_S": "1"}
-        return shell | {"JAX_COMPILATION_CACHE_DIR": str(self.cache)} | settings
+        return shell | settings
 
     def start(self, *words: str, **settings: str) -> subprocess.Popen:
         """Starts ./run_tpu.sh, with stdout and stderr in one text."""

@@ -4,9 +4,12 @@ Programs compile in less than half the time, and run slower. Runs that tests sta
 not read XLA_FLAGS, but most of them get the same settings from runs.py.
 """
 
+import atexit
 import importlib.util
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +23,11 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 from cloud import Cloud  # noqa: E402 - NumPy, which it imports, reads the environment
 from runs import FASTER_TO_COMPILE, FLAGS  # noqa: E402
 
+# Tests and the runs that they start, on both workers, load what an earlier one has compiled.
+# .ci/run names a folder for all tiers.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="cache_")
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 flags = os.environ.get("XLA_FLAGS", "")
 flags += f" --xla_force_host_platform_device_count=8 {FLAGS}"
 os.environ |= FASTER_TO_COMPILE | {"XLA_FLAGS": flags.strip()}
@@ -63,11 +71,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture
 def all_optimizations() -> Iterator[None]:
     """For tests of how a program is compiled for its user. They ask for it with usefixtures."""
@@ -79,8 +82,8 @@ def all_optimizations() -> Iterator[None]:
 
 
 @pytest.fixture
-def cloud(tmp_path: Path, cache: Path):
-    made = Cloud(tmp_path, cache, FASTER_TO_COMPILE)
+def cloud(tmp_path: Path):
+    made = Cloud(tmp_path, FASTER_TO_COMPILE)
     yield made
     for file in tmp_path.glob("worker*/grpo/logs/*Z.pid"):  # a failed test leaves them
         try:

@@ -85,7 +85,6 @@ def start(
     settings = {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {FLAGS}",
-        "JAX_COMPILATION_CACHE_DIR": str(out.parent / "cache"),
         "RECORD_TO": str(out / "completions.jsonl"),
         "OUTPUT_DIR": str(out),
         "DATASET": str(few_examples()),
@@ -168,10 +167,12 @@ def train_two(out: Path, devices: int, **env: str) -> list[Result]:
 
 
 def run_as_user(out: Path, *flags: str, **env: str) -> Result:
-    """A run of train_grpo.py with these settings and no others, also not those of this shell."""
+    """A run of train_grpo.py with these settings and no others, also not those of this shell, but
+    for the cache of compiled programs."""
     from config import Config  # faults/random_faults.py does not have its folder
 
     names = {field.name.upper() for field in dataclasses.fields(Config)}
+    names.remove("JAX_COMPILATION_CACHE_DIR")
     of_tests = {"XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS"}
     shell = {k: v for k, v in os.environ.items() if k not in names | of_tests}
     env = {"JAX_PLATFORMS": "cpu", "OUTPUT_DIR": str(out)} | FASTER_TO_COMPILE | env

@@ -19,13 +19,13 @@ GREEDY = "<think>22-7=25, 25+3=28</think>\n<answer>28</answer>"  # of the tiny m
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Result:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Result:
     """Three steps that change the answers, with a full sweep at the end."""
     out = tmp_path_factory.mktemp("answers") / "run"
     settings = {"STEPS": "3", "EVAL_EVERY_STEPS": "0", "EVAL_FULL_SWEEP": "1", "BATCH_SIZE": "4"}
     settings |= {"RESUME": "never"}  # how it began does not count for --eval-only
     settings |= {"LEARNING_RATE": "3e-4", "DATASET": str(few_examples(40, 40))}
-    done = run_as_user(out, **settings, JAX_COMPILATION_CACHE_DIR=str(cache))
+    done = run_as_user(out, **settings)
     assert done.code == 0, done.errors
     return done
 
@@ -40,10 +40,10 @@ def the_only(folder: Path, pattern: str) -> Path:
 
 
 def test_eval_only_repeats_the_sweep_of_the_run_from_its_checkpoint_and_its_settings(
-    trained: Result, cache: Path
+    trained: Result,
 ) -> None:
     before = {file: file.stat().st_mtime_ns for file in trained.out.rglob("*") if file.is_file()}
-    done = run_as_user(trained.out, "--eval-only", JAX_COMPILATION_CACHE_DIR=str(cache))
+    done = run_as_user(trained.out, "--eval-only")
     assert done.code == 0, done.errors
     assert f"weights={trained.out}/checkpoints/3\n" in done.lines
     folder = the_only(trained.out, "eval_*")
@@ -116,10 +116,9 @@ def test_a_run_without_weights_is_refused_and_nothing_is_made(
 
 
 def test_ask_prints_the_greedy_answer_its_rewards_and_what_stdout_does_not_know_as_numbers(
-    tmp_path: Path, cache: Path
+    tmp_path: Path,
 ) -> None:
-    more = {"JAX_COMPILATION_CACHE_DIR": str(cache), "PYTHONIOENCODING": "ascii"}
-    more |= {"OUTPUT_DIR": ""}
+    more = {"PYTHONIOENCODING": "ascii", "OUTPUT_DIR": ""}
     done = run_as_user(tmp_path / "nothing", "--ask", f"€ {APPLES}", "--answer", "18", **more)
     assert (done.code, done.errors) == (0, "") and not done.out.exists()
     answer = "<think>22-7=15, 15+3=18</think>\n<answer>18</answer>"
@@ -128,20 +127,21 @@ def test_ask_prints_the_greedy_answer_its_rewards_and_what_stdout_does_not_know_
 
 
 def test_ask_takes_a_list_of_messages_whose_system_message_replaces_the_default_one(
-    tmp_path: Path, cache: Path
+    tmp_path: Path,
 ) -> None:
-    messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": APPLES}]
-    settings = {"JAX_COMPILATION_CACHE_DIR": str(cache), "OUTPUT_DIR": ""}
-    settings |= {"CHAT_TEMPLATE": str(REPO / "docs" / "qwen3_turns.jinja")}
+    messages = [
+        {"role": "system", "content": SYSTEM_PROMPT},
+        {"role": "user", "content": APPLES},
+    ]
+    settings = {"OUTPUT_DIR": "", "CHAT_TEMPLATE": str(REPO / "docs" / "qwen3_turns.jinja")}
     settings |= {"CHAT_TEMPLATE_KWARGS": '{"enable_thinking": true}'}
     done = run_as_user(tmp_path / "run", "--ask", json.dumps(messages), **settings)
     assert done.lines.endswith(f"\n\n{GREEDY}\n\n"), done.errors
     assert "note: the chat template lets the model think, and MAX_LENGTH_SAMPLE=32" in done.lines
 
 
-def test_the_readme_shows_what_the_tiny_model_answers(tmp_path: Path, cache: Path) -> None:
-    settings = {"JAX_COMPILATION_CACHE_DIR": str(cache), "OUTPUT_DIR": ""}
-    done = run_as_user(tmp_path / "run", "--ask", APPLES, **settings)
+def test_the_readme_shows_what_the_tiny_model_answers(tmp_path: Path) -> None:
+    done = run_as_user(tmp_path / "run", "--ask", APPLES, OUTPUT_DIR="")
     assert done.lines.endswith(f"\n{APPLES}\n\n{GREEDY}\n\n")
     readme = (REPO / "README.md").read_text(encoding="utf-8")
     assert f'question="{APPLES}"' in readme

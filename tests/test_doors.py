@@ -7,7 +7,7 @@ from subprocess import run
 from typing import NamedTuple
 
 import pytest
-from runs import REPO, copy_repository
+from runs import FASTER_TO_COMPILE, REPO, copy_repository
 
 SIDE_FILES = sorted(
     str(file.relative_to(REPO))
@@ -48,10 +48,8 @@ def start(repo: Path, out: Path, program: list[str], **env: str) -> Ended:
     """The end of a program that runs in a copy of the project."""
     settings = {"JAX_PLATFORMS": "cpu", "STEPS": "1", "EVAL_EVERY_STEPS": "0"}
     settings["OUTPUT_DIR"] = str(out)
-    shell = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    done = run(
-        [sys.executable, *program], cwd=repo, env=shell | settings | env, capture_output=True
-    )
+    env = os.environ | FASTER_TO_COMPILE | settings | env
+    done = run([sys.executable, *program], cwd=repo, env=env, capture_output=True)
     return Ended(done.returncode, done.stdout.decode(), done.stderr.decode())
 
 

@@ -174,8 +174,8 @@ def in_a_process(folder: Path, **more: str) -> subprocess.CompletedProcess:
     (folder / "recorder.py").write_text("def record(completions, **columns): return [0.0]")
     env = settings(folder, "qwen2") | ENGINE | more | {"PYTHONPATH": str(REPO)}
     env |= {"RECORD_TO": os.devnull, "JAX_PLATFORMS": "cpu"}
-    env |= {"OUTPUT_DIR": str(folder / "facts"), "JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
-    keep = {name: os.environ[name] for name in ("PATH", "HOME")}
+    env["OUTPUT_DIR"] = str(folder / "facts")
+    keep = {name: os.environ[name] for name in ("PATH", "HOME", "JAX_COMPILATION_CACHE_DIR")}
     command = [sys.executable, "-c", FACTS]
     return subprocess.run(command, env=keep | env, cwd=folder, capture_output=True, text=True)
 

@@ -202,7 +202,6 @@ def test_the_same_command_goes_on_to_the_upload_and_a_run_begins_with_what_it_up
     hub: Hub, tmp_path: Path
 ) -> None:
     settings = SHORT | {"DATASET": str(few_examples())}
-    settings["JAX_COMPILATION_CACHE_DIR"] = str(tmp_path / "cache")
     out = tmp_path / "run"
     refused = run_as_user(out, **settings | {"HF_TOKEN": ""})
     assert refused.code == 2 and refused.errors.count("\n") == 1 and not refused.records

@@ -417,7 +417,7 @@ TWO_STEPS = environment(
 
 @pytest.mark.slow
 def test_a_run_whose_judge_failed_goes_on_and_a_run_with_its_answers_has_the_same_numbers(
-    endpoint: Endpoint, tmp_path: Path, cache: Path
+    endpoint: Endpoint, tmp_path: Path
 ) -> None:
     asked, fails_at = iter(range(10**6)), 20
 
@@ -426,7 +426,7 @@ def test_a_run_whose_judge_failed_goes_on_and_a_run_with_its_answers_has_the_sam
         return (400, "broken") if (n := next(asked)) == fails_at else f"Score: {n / 100}"
 
     endpoint.reply = reply
-    env = TWO_STEPS | {"REWARD_FN": f"{FILE}:judge", "JAX_COMPILATION_CACHE_DIR": str(cache)}
+    env = TWO_STEPS | {"REWARD_FN": f"{FILE}:judge"}
     first = run_as_user(tmp_path / "first", **env)
     [error] = first.errors.splitlines()
     assert first.code == 2 and "HTTP Error 400: Bad Request b'broken'" in error

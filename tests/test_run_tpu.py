@@ -12,7 +12,6 @@ import re
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 import yaml
@@ -37,7 +36,7 @@ time.sleep(600)
 @pytest.fixture(scope="module")
 def unchanged(tmp_path_factory: pytest.TempPathFactory) -> Cloud:
     """A cloud for tests that change nothing on the workers."""
-    return Cloud(tmp_path_factory.mktemp("cloud"), Path("/tmp"), {})
+    return Cloud(tmp_path_factory.mktemp("cloud"), {})
 
 
 # ---- The run succeeds ----------------------------------------------------------------------------

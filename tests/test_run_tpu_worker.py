@@ -16,7 +16,7 @@ START = ["start", "x", "20260101T000000Z", sys.prefix, "", "STEPS=-1"]  # a run 
 
 @pytest.fixture
 def cloud(tmp_path: Path) -> Cloud:
-    return Cloud(tmp_path, tmp_path / "cache", {})
+    return Cloud(tmp_path, {})
 
 
 def worker(cloud: Cloud, *words: str, **env: str) -> subprocess.CompletedProcess:

@@ -74,12 +74,21 @@ def wait_for_a_checkpoint_after(step: int, folder: Path, process: Popen) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_that_is_killed_and_stopped_ends_like_the_undisturbed_run(out, kind) -> None:
-    """It is killed while it starts, in a step, and as soon as another checkpoint is complete. A
-    signal saves a checkpoint of the last complete step."""
+@pytest.mark.parametrize(
+    "kind, moments",
+    [
+        ("all weights", ("start", "step", "saved", "step", signal.SIGTERM)),
+        ("adapters", ("saved", signal.SIGINT)),
+        ("turns", ("saved", signal.SIGTERM)),
+    ],
+)
+def test_a_run_that_is_killed_and_stopped_ends_like_the_undisturbed_run(
+    out: Path, kind: str, moments: tuple[str | signal.Signals, ...]
+) -> None:
+    """It is killed while it starts, in a step before and after its first checkpoint, and as soon as
+    another checkpoint is complete. A signal saves a checkpoint of the last complete step."""
     folder, rng = out / f"disturbed {kind}", random.Random(0)
-    for moment in ("start", "step", "saved", signal.SIGTERM, "step", "saved", signal.SIGINT):
+    for moment in moments:
         saved = latest_checkpoint(folder)
         often = "1" if moment == "saved" else "1000"
         process = start_run(folder, SAVE_EVERY_STEPS=often, **KINDS[kind])

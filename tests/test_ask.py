@@ -129,10 +129,7 @@ def test_ask_prints_the_greedy_answer_its_rewards_and_what_stdout_does_not_know_
 def test_ask_takes_a_list_of_messages_whose_system_message_replaces_the_default_one(
     tmp_path: Path,
 ) -> None:
-    messages = [
-        {"role": "system", "content": SYSTEM_PROMPT},
-        {"role": "user", "content": APPLES},
-    ]
+    messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": APPLES}]
     settings = {"OUTPUT_DIR": "", "CHAT_TEMPLATE": str(REPO / "docs" / "qwen3_turns.jinja")}
     settings |= {"CHAT_TEMPLATE_KWARGS": '{"enable_thinking": true}'}
     done = run_as_user(tmp_path / "run", "--ask", json.dumps(messages), **settings)

@@ -262,14 +262,13 @@ def test_gradients_of_stacked_and_of_unrolled_layers_add_up_to_stacked_ones(
 
 @pytest.mark.parametrize(
     "layer_loop, mesh, K, T",
-    [("scan", (1, 1, 1), 8, 12), ("unroll", (1, 1, 1), 8, 12), ("scan", (2, 2, 2), 8, 12)]
-    + [("unroll", (1, 1, 1), 1, 260)],  # in two stages
+    [("scan", (1, 1, 1), 8, 12), ("scan", (2, 2, 2), 8, 12), ("unroll", (1, 1, 1), 1, 260)],
 )
 def test_sampled_logps_are_those_of_the_reference(
     layer_loop: str, mesh: tuple[int, int, int], K: int, T: int
 ) -> None:
     """After 1, 2, 64, 65, 66 and 201 tokens of prompts that are padded on the left, with sequences
-    that leave the batch when they have ended."""
+    that leave the batch when they have ended, or with 260 tokens in two stages."""
     rng = np.random.default_rng(9)
     prompts = [rng.integers(0, 39, n).tolist() for n in (1, 2, 3, 64, 65, 66, 200, 201)]
     compute = Compute(MODEL, jnp.dtype("float32"), layout(*mesh), layer_loop=layer_loop)
@@ -383,7 +382,7 @@ def random_config(seed: int) -> Any:
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_models_have_transformers_logits_and_gradients(seed: int, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     import transformers

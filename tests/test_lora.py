@@ -41,6 +41,7 @@ from model.params import (
     Adapter,
     Lora,
     Params,
+    Qwen35,
     arrange_layers,
     cast,
     combine_params,
@@ -226,6 +227,9 @@ def test_a_first_step_in_which_sampler_and_trainer_disagree_ends_the_run() -> No
     rollout = training._replace(dtype=jnp.dtype("bfloat16"))
     level = drift_level(Config(), training, rollout)
     raise_if_logps_differ({"sampling_logp_difference/mean": 0.049}, level)
+    linear = dataclasses.replace(MODEL, qwen35=Qwen35(1, 2, 4, 6, 10, 4, 4))
+    level = drift_level(Config(), training._replace(model=linear), rollout)
+    raise_if_logps_differ({"sampling_logp_difference/mean": 0.06}, level)  # measured
 
 
 # ---- Runs, and folders of PEFT -------------------------------------------------------------------

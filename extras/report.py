@@ -50,6 +50,7 @@ from metrics import completion_facts
 LOSS, GRAD_NORM = "train-other/loss", "train-other/grad_norm"
 REWARD, ACCURACY = "train-reward/total/mean", "train-reward/accuracy"
 ENTROPY, TRUNCATED = "train-other/entropy", "train-seq_len/completion/hit_max_frac"
+ZERO_ADVANTAGES = "train-reward/advantage/zero_frac"
 DRIFT = "train-other/sampling_logp_difference/mean"
 EVAL_ACCURACY, EVAL_LOSS = "eval/accuracy", "eval/loss"
 
@@ -114,6 +115,11 @@ RULES = {
         "The policy has become almost deterministic before it was right, so it tries nothing new. "
         "Lower LEARNING_RATE, or raise EPS_HIGH, TEMPERATURE, BETA or ENTROPY_COEF."
     ),
+    "all_wrong": (
+        "Nearly all completions are wrong, so hardly any of them shows the policy what is right. "
+        "Check the reward on samples.jsonl; if it is right, take easier questions or a better "
+        "model, such as one of train_sft.py, or lower LEARNING_RATE if the accuracy has fallen."
+    ),
     "no_signal": (
         "Hardly any advantage differs from 0, so there is nothing to learn from. Questions may be "
         "too hard or too easy, or the reward may be constant."
@@ -154,9 +160,14 @@ def verdict(history: History) -> list[str]:
     if (losses := held_out_losses(history)).size > 1:
         parts.append(f"held-out loss {losses[0]:.4f} -> {losses[-1]:.4f}")
     if len(evals) > 1:
-        pairs = [value_and_error([record], EVAL_ACCURACY) for record in (evals[0], evals[-1])]
-        texts = [f"{accuracy:.4f} (standard error {error:.4f})" for accuracy, error in pairs]
+        texts = []
+        for record in (evals[0], evals[-1]):
+            accuracy, error = value_and_error([record], EVAL_ACCURACY)
+            questions = record["eval/questions_global"]
+            texts.append(f"{accuracy:.4f} ({questions} questions, standard error {error:.4f})")
         parts.insert(0, f"accuracy {' -> '.join(texts)}")
+        if reward_rise(steps) > 2 and accuracy_rise(evals) <= 2:
+            parts.append("the reward has risen beyond noise, but the accuracy has not")
     return [f"verdict: no sign of trouble in {len(steps)} steps: {', '.join(parts)}"]
 
 
@@ -180,9 +191,13 @@ def triggered_rules(history: History) -> list[str]:
         }
     elif len(steps) >= WINDOW:
         train_accuracy, reward_rose = mean_over(last, ACCURACY), reward_rise(steps)
-        before, before_error = value_and_error(evals[:1], EVAL_ACCURACY)
+        accuracy_rose = accuracy_rise(evals)
         after, after_error = value_and_error(evals[-1:], EVAL_ACCURACY)
-        accuracy_rose = (after - before) / max(math.hypot(before_error, after_error), 1e-9)
+        # Completions count as right from a reward of 1 on, which a graded reward may never give.
+        functions = [name for name in last[0] if name.startswith("train-reward/func/")]
+        reward_of_first = mean_over(last, functions[0]) if functions else math.nan
+        # Of a teacher every token is a signal, whatever the rewards are.
+        has_teacher = "train-other/reverse_kl" in last[0]
         is_recent = evals and evals[-1]["step"] >= last[0]["step"]
         gap = train_accuracy - after
         holds |= {
@@ -191,9 +206,15 @@ def triggered_rules(history: History) -> list[str]:
             "entropy_collapsed": (
                 mean_over(last, ENTROPY) < 0.1 * mean_over(first, ENTROPY) and train_accuracy < 0.7
             ),
-            # Of a teacher every token is a signal, whatever the rewards are.
-            "no_signal": mean_over(last, "train-reward/advantage/zero_frac") >= 0.98
-            and "train-other/reverse_kl" not in last[0],
+            "all_wrong": (
+                train_accuracy <= 0.02
+                and not (after > 0.02 or reward_of_first > 0.02 or has_teacher)
+            ),
+            # Many groups of a policy that is mostly right have equal rewards.
+            "no_signal": (
+                mean_over(last, ZERO_ADVANTAGES) >= (0.9 if train_accuracy < 0.7 else 0.98)
+                and not has_teacher
+            ),
             "reward_hacked": reward_rose > 2 and accuracy_rose < -2,
             "held_out_below_train": is_recent and gap > max(3 * after_error, 0.15),
             "no_learning": len(steps) >= 50 and reward_rose <= 2 and not accuracy_rose > 2,
@@ -224,6 +245,14 @@ def reward_rise(steps: Sequence[Record]) -> float:
     rise = mean_over(steps[-window:], REWARD) - mean_over(steps[:window], REWARD)
     variance = sum(np.var(values_of(part, REWARD)) for part in (steps[:window], steps[-window:]))
     return rise / math.sqrt(variance / window) if variance else 99 * float(np.sign(rise))
+
+
+def accuracy_rise(evals: Sequence[Record]) -> float:
+    """The rise of the accuracy from the first to the newest evaluation, in standard errors; NaN
+    without evaluations."""
+    before, before_error = value_and_error(evals[:1], EVAL_ACCURACY)
+    after, after_error = value_and_error(evals[-1:], EVAL_ACCURACY)
+    return (after - before) / max(math.hypot(before_error, after_error), 1e-9)
 
 
 def value_and_error(records: Sequence[Record], name: str) -> tuple[float, float]:
@@ -401,11 +430,11 @@ def first_middle_last(steps: Collection[int]) -> list[int]:
 
 # ---- A comparison of two runs --------------------------------------------------------------------
 
-COMPARED = (  # the last value of each of these metrics is compared
+COMPARED = (  # patterns; the last value of each such metric of either run is compared
     "eval_full/accuracy",
     "eval/accuracy",
     "eval/loss",
-    "eval/reward/func/reward_correct/mean",
+    "eval/reward/func/*/mean",
     "eval/reward/total/mean",
     "time/train/step_avg_last10_s",
     "time/eval_full/step_s",
@@ -417,7 +446,12 @@ def print_comparison(names: list[str], histories: list[History]) -> None:
     lines = [["", *names, "second - first"], ["---"] * 4]
     lines.append(["state", *(f"{run.state} {run.why}".strip() for run in histories), ""])
     lines.append(["steps", *(str(len(run.steps)) for run in histories), ""])
-    lines += [compared_cells(metric, names, histories) for metric in COMPARED]
+    metrics = dict.fromkeys(name for run in histories for record in run.records for name in record)
+    lines += [
+        compared_cells(metric, names, histories)
+        for pattern in COMPARED
+        for metric in fnmatch.filter(metrics, pattern)
+    ]
     print("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
     a, b = (run.settings for run in histories)
     keys = [key for key in a | b if a.get(key) != b.get(key) and not key.startswith("run.")]

@@ -244,6 +244,7 @@ def test_a_difference_within_two_standard_errors_is_noise(
         run.mkdir()
         error = math.sqrt(value * (1 - value) / 1319)
         record = {"step": 100, "eval_full/accuracy": value, "eval_full/accuracy_se": error}
+        record |= {"eval/reward/func/larger/mean": value, f"eval/reward/func/{impl}/mean": 0.5}
         (run / "metrics.jsonl").write_text(json.dumps(record))
         settings = f"train.attention_impl: {impl}\nrun.output_dir: {run}\n"
         (run / "config.yaml").write_text(settings)
@@ -252,4 +253,6 @@ def test_a_difference_within_two_standard_errors_is_noise(
     change = change.replace("A is", f"{a} is").replace("B is", f"{b} is")
     (row,) = (line for line in lines.splitlines() if line.startswith("| eval_full/accuracy |"))
     assert f"| 0.7830 ± 0.0113 | {accuracy:.4f} ±" in row and row.endswith(f"| {change} |")
+    rewards = [line.split("/")[3] for line in lines.splitlines() if "/func/" in line]
+    assert rewards == ["larger", "xla", "auto"] and "eval/accuracy" not in lines
     assert lines.endswith("the settings differ in: train.attention_impl xla and auto\n")

@@ -55,7 +55,10 @@ def history(
 ) -> History:
     """evals: (step, accuracy, its standard error) of each evaluation."""
     steps = records(n, metrics)
-    evaluations = [{"step": i, "eval/accuracy": x, "eval/accuracy_se": e} for i, x, e in evals]
+    evaluations = [
+        {"step": i, "eval/accuracy": x, "eval/accuracy_se": e, "eval/questions_global": 500}
+        for i, x, e in evals
+    ]
     return History(SETTINGS, [*steps, *evaluations], steps, evaluations, "done", "")
 
 
@@ -80,6 +83,7 @@ def names(run: History) -> list[str]:
 FELL, FELL_LESS = [(0, 0.5, 0.03), (20, 0.41, 0.03)], [(0, 0.5, 0.03), (20, 0.42, 0.03)]
 ROSE, ROSE_LESS = [(0, 0.41, 0.03), (50, 0.5, 0.03)], [(0, 0.42, 0.03), (50, 0.5, 0.03)]
 ENDS_RIGHT, ENDS_HALF_RIGHT = {RIGHT: change(0.4, 0.76)}, {RIGHT: change(0.4, 0.5)}
+WRONG, GRADED = {RIGHT: change(0.4, 0.02)}, "train-reward/func/graded/mean"
 HACKED = ENDS_HALF_RIGHT | {TOTAL: noisy(1, 1.9)}
 FAR_BELOW, SAMPLED_RIGHT = [(20, 0.60, 0.05)], f"{SAMPLED}/accuracy"
 FLAT, RUINED = {TOTAL: 1.0}, [(0, 0.5, 0.03), (50, 0.0, 0.0)]
@@ -95,7 +99,12 @@ SICK = [
     ("no_accuracy", history({}, evals=[(0, 0.4, 0.02), (20, NAN, NAN)])),
     ("all_truncated", history({CUT: 0.9})),
     ("entropy_collapsed", history({ENTROPY: change(1, 0.099), RIGHT: change(0.4, 0.69)})),
-    ("no_signal", history({ZERO: 0.98})),
+    ("all_wrong", history(WRONG | {GRADED: 0.02}, evals=[(0, 0.0, 0.0), (20, 0.02, 0.01)])),
+    ("all_wrong", history(WRONG | {f"{SAMPLED}/accuracy": 0.0, RIGHT: 0.5})),
+    ("no_signal", history({ZERO: 0.9})),
+    # Four groups a step, all of them with equal rewards in eight of ten steps.
+    ("no_signal", history({ZERO: lambda i: 0.75 if i % 5 == 0 else 1.0})),
+    ("no_signal", history(ENDS_RIGHT | {ZERO: 0.98})),
     ("reward_hacked", history(HACKED, evals=FELL)),  # 2.01 and -2.12 standard errors
     ("held_out_below_train", history(ENDS_RIGHT, evals=FAR_BELOW)),
     # Without a value for all that was sampled, the rule takes the groups that the step keeps.
@@ -115,7 +124,13 @@ WELL = [
     ("all_truncated", history({CUT: 0.89})),
     ("entropy_collapsed", history({ENTROPY: change(1, 0.101), RIGHT: change(0.4, 0.69)})),
     ("entropy_collapsed", history({ENTROPY: change(1, 0.01), RIGHT: change(0.4, 0.7)})),
-    ("no_signal", history({ZERO: 0.97})),
+    ("all_wrong", history(WRONG | {RIGHT: change(0.4, 0.021)})),
+    ("all_wrong", history(WRONG, evals=[(20, 0.021, 0.01)])),
+    ("all_wrong", history(WRONG | {GRADED: 0.021})),  # no graded reward has to reach 1
+    ("all_wrong", history(WRONG | {"train-other/reverse_kl": 0.1})),
+    ("no_signal", history({ZERO: 0.89})),
+    ("no_signal", history(ENDS_RIGHT | {ZERO: 0.97})),
+    ("no_signal", history({ZERO: 1.0, "train-other/reverse_kl": 0.1})),
     # A group of one completion has equal rewards, and reinforce teaches it.
     ("no_signal", history({ZERO: 0.0, "train-other/frac_reward_zero_std": 1.0})),
     ("reward_hacked", history(ENDS_HALF_RIGHT | {TOTAL: noisy(1, 1.89)}, evals=FELL)),
@@ -150,10 +165,15 @@ def test_a_healthy_run_is_told_what_it_has_reached() -> None:
     evals = [(0, 0.446, 0.0222), (10, 0.7, 0.0205), (20, 0.968, 0.0079)]
     start = "verdict: no sign of trouble in 20 steps: "
     assert verdict(history({}, evals=evals)) == [
-        f"{start}accuracy 0.4460 (standard error 0.0222) -> 0.9680 (standard error 0.0079), "
-        "mean reward 1.0000 -> 1.5000"
+        f"{start}accuracy 0.4460 (500 questions, standard error 0.0222) -> 0.9680 (500 questions, "
+        "standard error 0.0079), mean reward 1.0000 -> 1.5000"
     ]
     assert verdict(history({}, evals=evals[:1])) == [f"{start}mean reward 1.0000 -> 1.5000"]
+    assert verdict(history({}, evals=[(0, 0.446, 0.03), (20, 0.52, 0.03)])) == [
+        f"{start}accuracy 0.4460 (500 questions, standard error 0.0300) -> 0.5200 (500 questions, "
+        "standard error 0.0300), mean reward 1.0000 -> 1.5000, the reward has risen beyond noise, "
+        "but the accuracy has not"
+    ]
     losses = "loss 2.0000 -> 1.0000, held-out loss 2.1000 -> 0.9000"
     assert verdict(sft(change(2.0, 1.0), [2.1, 0.9])) == [start + losses]
 

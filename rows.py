@@ -186,7 +186,7 @@ def plan_rows(
             steps = [rows[i : i + limits.shards] for i in range(0, count, limits.shards)]
             S = round_up(S, S_STEP * max(C // LONG_C, 1))
             return steps, widest._replace(S=min(S, most_S), C=C)
-    raise AssertionError("rows of one sequence each are wide enough")
+    raise AssertionError("no layout found, although a row per sequence fits")
 
 
 def rows_to_try(lengths: np.ndarray, limits: RowLimits) -> Iterator[tuple[int, int]]:

@@ -11,6 +11,7 @@ import errno
 import functools
 import hashlib
 import json
+import logging
 import os
 import sys
 import threading
@@ -68,6 +69,9 @@ class Checkpoints:
 
         Raises UserMistake if this process cannot look into the folder, such as one in a bucket.
         """
+        # Threads of orbax log the tracebacks of errors that this class raises again.
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         self.local = "://" not in folder
         self.folder = str(Path(folder).resolve()) if self.local else folder.rstrip("/")
         try:

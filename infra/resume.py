@@ -115,6 +115,11 @@ def read_run(out: Path) -> dict[str, Any]:
     with raising_on_all_processes():
         files = [out / name for name in FILES if (out / name).is_file()]
         if jax.process_index() == 0 and any(file.stat().st_size for file in files):
+            if not (out / RUN).is_file():
+                raise UserMistake(
+                    f"OUTPUT_DIR={out} has records, such as {files[0].name}, and no {RUN} of the "
+                    f"run that wrote them; choose another folder"
+                )
             text, has_saved = (out / RUN).read_text(encoding="utf-8"), (out / SAVED).exists()
     text, has_saved = json.loads(gather_texts(json.dumps([text, has_saved]))[0])
     values = json.loads(text)

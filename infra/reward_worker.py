@@ -126,8 +126,10 @@ def load_reward_function(worker: RewardWorker, source: str) -> Callable[..., lis
 
     rewards.__name__ = name
     if has_answers:
-        label = label.removesuffix(name) + "extract_answer"
-        rewards.__dict__["extract_answer"] = functools.partial(worker.ask, label, "extract_answer")
+        answers = label.removesuffix(name) + "extract_answer"
+        rewards.__dict__["extract_answer"] = functools.partial(
+            worker.ask, answers, "extract_answer"
+        )
     return rewards
 
 

@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import difflib
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from operator import ge, gt, le, lt
@@ -206,6 +207,8 @@ def parse(field: dataclasses.Field, text: str, label: str) -> Value:
     choices, form, help = (field.metadata[name] for name in ("choices", "form", "help"))
     if text.startswith("{repo}/"):
         text = str(REPO / text.removeprefix("{repo}/"))
+    if text.startswith("~/"):  # the shell leaves it in quotes and in YAML
+        text = os.path.expanduser(text)
     if choices and text not in (field.default, *choices.split("|")):
         ours = OTHER_VALUES.get(text)
         here = f"; {text} is called {ours} here" if ours in choices.split("|") else ""

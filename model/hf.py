@@ -78,7 +78,7 @@ def fetch_model(path: str, revision: str = "", files: list[str] = MODEL_FILES) -
     """The local folder of a model: `path` itself, or the cached download of a hub id."""
     if Path(path).is_dir():
         return Path(path)
-    if path.startswith(("/", "~", "./", "../")):  # never a hub id
+    if path.startswith(("/", "./", "../")) or path.count("/") > 1:  # never a hub id
         raise UserMistake(f"MODEL_PATH={path}: this folder does not exist")
     with reading(f"MODEL_PATH={path}: no such folder, and the hub says"):
         download = functools.partial(snapshot_download, path, revision=revision or None)
@@ -428,7 +428,8 @@ def raise_if_overwriting(export_hf: str, output_dir: str, model_folder: Path) ->
     name = f"EXPORT_HF={folder}" if export_hf else f"OUTPUT_DIR={output_dir}: its hf"
     if folder.resolve() == model_folder.resolve():
         raise UserMistake(f"{name} is MODEL_PATH; the model would be overwritten")
-    if any((folder / marker).exists() for marker in MARKERS) and not (folder / EXPORTED).exists():
+    has_model = any(folder.glob("*.safetensors")) or any((folder / x).exists() for x in MARKERS)
+    if has_model and not (folder / EXPORTED).exists():
         raise UserMistake(f"{name} holds a model that no run has exported; choose another folder")
 
 

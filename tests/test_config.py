@@ -130,6 +130,7 @@ GOOD = [
     ("REWARD_WEIGHTS=", ()),
     ("SYSTEM_PROMPT=Think.\nThen answer: 1", "Think.\nThen answer: 1"),
     ("DATASET={repo}/tiny/train.jsonl", str(REPO / "tiny" / "train.jsonl")),
+    ("DATASET=~/mine.jsonl", str(Path.home() / "mine.jsonl")),
 ]
 
 

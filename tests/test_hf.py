@@ -589,7 +589,8 @@ def test_a_model_that_no_run_has_exported_is_not_overwritten(tmp_path: Path) -> 
     hf.raise_if_overwriting(str(mine), "", TINY)
     hf.raise_if_overwriting("none", str(tmp_path), tmp_path / "hf")
     (tmp_path / "hf").mkdir()
-    write_folder(tmp_path / "hf", "qwen2")
+    hf.raise_if_overwriting("", str(tmp_path), TINY)
+    (tmp_path / "hf" / "model.safetensors").touch()
     refused(lambda: hf.raise_if_overwriting("", str(tmp_path), TINY), f"OUTPUT_DIR={tmp_path}: its")
 
 

@@ -199,7 +199,7 @@ def test_a_file_names_the_seconds_that_each_completion_adds_to_the_limit(tmp_pat
 
 
 def test_maj_counts_the_texts_of_what_a_file_s_extract_answer_returns(tmp_path: Path) -> None:
-    body = "def f(texts, **_):\n    return [0.0] * len(texts)\n"
+    body = "def f(texts, **_):\n    return [1 / len(text) for text in texts]\n"
     (tmp_path / "mine.py").write_text(body)
     with worker(tmp_path, "f") as function:
         assert not hasattr(function, "extract_answer")
@@ -211,6 +211,8 @@ def test_maj_counts_the_texts_of_what_a_file_s_extract_answer_returns(tmp_path: 
             UserMistake, match=r"mine.py:extract_answer raised ValueError: .*\(mine.py:4\)$"
         ):
             function.extract_answer("")
+    with worker(tmp_path, "f") as function, pytest.raises(UserMistake, match="mine.py:f raised"):
+        function([""])
 
 
 # ---- What the function is called with ------------------------------------------------------------

@@ -156,7 +156,7 @@ class Config:
         "auto", "Rollout mesh: auto, or dp,fsdp,tp; -1: all others.", form=MESH, yaml="mesh_shape"
     )
     lora_base_copy: str = free_in_rollout(
-        "auto", "Sample with a faster copy of LoRA's base; auto: on GPUs with room.", choices="0|1"
+        "auto", "Sample with a faster copy of LoRA's base; auto: on roomy GPUs.", choices="auto|0|1"
     )
     sglang_jax_mem_fraction_static: float = free_in_rollout(
         0.25, "Fraction of each device's free memory for the engine.", above=0, below=1

@@ -14,7 +14,7 @@ from loss import MERGE, equal_groups
 from model.params import ModelConfig
 from model.placement import update_flops
 from rollout import RolloutConfig, decode_part, have_equal_rewards, parts_of, texts_of
-from rows import Batch, MicroBatch
+from rows import Batch
 
 if TYPE_CHECKING:
     from startup import Run
@@ -26,57 +26,6 @@ DRIFT_LEVELS = {"float32": 1e-3, "bfloat16": 0.05}
 # The order of the printed line, which is MLLM-JAX's. A step runs shard (the gathering of all
 # processes' completions) before advantages, and logps before update.
 PHASES = ("rollout_sync", "rollout_generate", "reward", "advantages", "shard", "update", "logps")
-# Prefixes of the metrics that are means over tokens with log-probabilities of the trainer.
-COMPUTED_TOKEN_METRICS = ("sampling_logp_difference/", "is_weight/")
-
-
-# ---- An update -----------------------------------------------------------------------------------
-
-
-def merge_metrics(micro_steps: list[dict[str, jax.Array]]) -> dict[str, float]:
-    """The metrics of an update: those of its micro-steps, reduced by loss.MERGE."""
-    all_values = jax.device_get(micro_steps)
-    names = all_values[0]
-    return {name: float(MERGE.get(name, sum)(x[name] for x in all_values)) for name in names}
-
-
-def rescale_to_all_tokens(
-    metrics: dict[str, float], batch: Batch, sequences: np.ndarray
-) -> dict[str, float]:
-    """The metrics of an update, corrected for the sequences that it does not compute.
-
-    metrics: from merge_metrics; NaN means that there is no value. batch: all sequences of the
-    update. sequences: the indices of those that its micro-steps have computed.
-
-    Sequences that are not computed have the advantage 0 and add nothing to the loss and
-    no ratio is clipped. Means that need log-probabilities of the trainer are taken over the
-    update_token_count tokens that were computed. The entropy is that of the sampler, and is over
-    all tokens of the loss: minus the mean of their sampling_logps, an unbiased estimate.
-    """
-    mask = batch.completion_mask
-    counted, computed = mask.sum(), mask[sequences].sum()
-    logps = np.where(mask > 0, batch.sampling_logps, 0)
-    entropy = -logps.sum(dtype=np.float64) / counted if counted else math.nan
-    metrics = metrics | {"entropy": float(entropy), "update_token_count": float(computed)}
-    for name in (x for x in metrics if x.startswith(COMPUTED_TOKEN_METRICS) and x not in MERGE):
-        metrics[name] *= float(counted / computed)
-    if computed < counted and "clip_ratio/low_min" in metrics:
-        metrics["clip_ratio/low_min"] = 0.0
-    return metrics
-
-
-def computed_per_token(
-    micro_batches: Sequence[MicroBatch], batch: Batch, sequences: np.ndarray
-) -> float:
-    """The number of slots in all rows (their tokens and padding), divided by the tokens of the
-    prompts and completions that they hold.
-
-    sequences: the indices of the sequences in the rows.
-    """
-    prompts = {batch.prompt_of(i) for i in sequences}
-    tokens = sum(len(batch.prompts[p].ids) - 1 for p in prompts) + batch.lengths[sequences].sum()
-    slots = sum(micro_batch.ids.size for micro_batch in micro_batches)
-    return float(slots / tokens) if tokens else math.nan
 
 
 def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
@@ -135,12 +84,14 @@ def log_step(run: "Run", log: RunLog, step: Step) -> None:
 
 def raise_if_logps_differ(metrics: Mapping[str, float], drift_level: float) -> None:
     """Raises RuntimeError if the log-probabilities of sampler and trainer differ by more than
-    drift_level nats on average, the most that rounding explains. metrics: of a run's first step."""
+    drift_level nats on average, the most that rounding explains. metrics: of the first step of a
+    process."""
     difference = metrics.get("sampling_logp_difference/mean", 0.0)
     if difference > drift_level:
         raise RuntimeError(
             f"for the same weights, log-probabilities of sampler and trainer differ by "
-            f"{difference:.3g} nats on average; rounding explains at most {drift_level:g}"
+            f"{difference:.3g} nats on average; rounding explains at most {drift_level:g}. The policy "
+            f"would learn from samples of another one: try ROLLOUT_BACKEND=naive or DTYPE=float32"
         )
 
 

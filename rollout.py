@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from extras.turns import Environments
-    from startup import Run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,15 +56,21 @@ class RolloutConfig:
 # ---- Completions ---------------------------------------------------------------------------------
 
 
-def prompts_of_round(run: "Run", round_number: int) -> list[data.Prompt]:
+def prompts_of_round(
+    rollout: RolloutConfig,
+    train_prompts: list[data.Prompt],
+    P: int,
+    K: int,
+    round_number: int,
+    seed: int,
+) -> list[data.Prompt]:
     """[P] the prompts of a round of sampling, the same on every process. With an environment their
     episodes begin. round_number: counted over the run, from 0."""
-    P, K = run.sizes.prompts_per_step, run.cfg.num_pre_q
-    indices = data.batch_indices(len(run.train_prompts), P, round_number, run.cfg.seed)  # [P]
-    prompts = [run.train_prompts[i] for i in indices]
-    if run.rollout.environments is None:
+    indices = data.batch_indices(len(train_prompts), P, round_number, seed)  # [P]
+    prompts = [train_prompts[i] for i in indices]
+    if rollout.environments is None:
         return prompts
-    return run.rollout.environments.begin_episodes(run.rollout, prompts, round_number + 1, K)
+    return rollout.environments.begin_episodes(rollout, prompts, round_number + 1, K)
 
 
 def complete(

@@ -50,10 +50,11 @@ from model.network import Compute
 from model.next_token import Sampling
 from model.params import ModelConfig, Params, combine_params
 from model.splash import LANES
+from optimizer import Optimizer, Schedule, TrainState, abstract_state, init_state
 from rollout import RolloutConfig
 from rows import RowLimits
 from sampling import Backend, NaiveBackend, Stopping
-from update import LearnerConfig, Optimizer, TrainState, abstract_state, init_state
+from update import LearnerConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -588,11 +589,13 @@ def learner_of(cfg: Config, sizes: Sizes, compute: Compute, S: int, pad_id: int)
         unit=LANES if compute.attention_impl == "splash" else chunk,
         chunk=chunk,
     )
+    decay_steps = cfg.lr_decay_steps or cfg.steps
     return LearnerConfig(
         compute=compute,
         # The settings of policy_loss have the same names in Objective as in Config.
         objective=Objective(**{name: getattr(cfg, name) for name in Objective._fields}),
         optimizer=Optimizer(cfg.optimizer, cfg.weight_decay, cfg.clip_norm),
+        schedule=Schedule(cfg.learning_rate, cfg.lr_schedule, cfg.warmup_ratio, decay_steps),
         temperature=cfg.temperature,
         limits=limits,
         pad_id=pad_id,

@@ -59,6 +59,7 @@ from metrics import (
 )
 from model.layout import slice_of_process
 from model.params import Params, combine_params
+from optimizer import TrainState, learning_rate
 from rollout import (
     choose_groups,
     complete,
@@ -69,19 +70,14 @@ from rollout import (
 )
 from rows import Batch
 from startup import Run, drift_level, export, start
-from update import (
-    LearnerConfig,
-    TrainState,
-    compute_batch_logps_and_entropies,
-    learning_rate,
-    one_update,
-)
+from update import LearnerConfig, compute_batch_logps_and_entropies, one_update
 
 
 def main(cfg: Config) -> None:
     """Trains the model for STEPS steps, evaluates it on the way, and exports it."""
     run, life, backend, state, ref_params = start(cfg)
     learner, rollout, reward_weights = run.learner, run.rollout, run.rollout.reward_weights
+    P, K = run.sizes.prompts_per_step, cfg.num_pre_q
     rollout_key, eval_key = jax.random.split(jax.random.key(cfg.seed))
 
     def params() -> Params:
@@ -98,7 +94,8 @@ def main(cfg: Config) -> None:
     with contextlib.closing(backend), life.ending(save):
         # The baseline; in a resumed run, what its last step still lacked.
         life.evaluate_and_save(evaluate_now, save)
-        for step in range(life.progress.step, cfg.steps):
+        first_step = life.progress.step
+        for step in range(first_step, cfg.steps):
             clock = Clock(PHASES)
 
             # ---- Rollout and rewards: K completions of each of P prompts, rewarded on the host ---
@@ -108,7 +105,8 @@ def main(cfg: Config) -> None:
             # A step has one round, unless DYNAMIC_SAMPLING needs more.
             while not has_enough_groups(cfg, rounds, reward_weights):
                 round_number = life.progress.rounds + len(rounds)  # of the run, from 0
-                prompts = prompts_of_round(run, round_number)  # [P], the same on every process
+                # [P], the same on every process
+                prompts = prompts_of_round(rollout, run.train_prompts, P, K, round_number, cfg.seed)
                 key = jax.random.fold_in(rollout_key, round_number)
                 completions = complete(
                     rollout,
@@ -116,7 +114,7 @@ def main(cfg: Config) -> None:
                     prompts,
                     key,
                     rollout.sampling,
-                    completions_per_prompt=cfg.num_pre_q,
+                    completions_per_prompt=K,
                     prompts_per_pass=run.sizes.prompt_batch_size,
                     title="rollout",
                 )  # of this process, [local_batch, T]
@@ -136,7 +134,7 @@ def main(cfg: Config) -> None:
             batch = choose_groups(rounds, cfg.adv_estimator, reward_weights)
             advantages = group_advantages(
                 batch.rewards,
-                cfg.num_pre_q,
+                K,
                 estimator=cfg.adv_estimator,
                 scale_rewards=cfg.scale_rewards,
                 per_function=batch.per_function,
@@ -153,16 +151,8 @@ def main(cfg: Config) -> None:
             clock.lap("logps")
 
             # ---- Updates: PPO_EPOCHS times an optimizer step on each mini-batch ------------------
-            lr = learning_rate(
-                step,
-                peak=cfg.learning_rate,
-                schedule=cfg.lr_schedule,
-                warmup_ratio=cfg.warmup_ratio,
-                decay_steps=cfg.lr_decay_steps or cfg.steps,
-            )
-            groups = groups_of_updates(
-                run.sizes.prompts_per_step, cfg.num_mini_batches, cfg.ppo_epochs, (cfg.seed, step)
-            )
+            lr = learning_rate(step, learner.schedule)
+            groups = groups_of_updates(P, cfg.num_mini_batches, cfg.ppo_epochs, (cfg.seed, step))
             rollout.stop.raise_if_stopped()  # the last point before the weights change
             state, metrics = update_policy(learner, state, batch, groups, lr)
             clock.lap("update")
@@ -173,7 +163,7 @@ def main(cfg: Config) -> None:
             metrics["learning_rate"] = lr
             sampled_tokens = sum(int(sampled.drawn_mask.sum()) for sampled in rounds)
             log_step(run, life.log, Step(step, metrics, batch, sampled_tokens, clock))
-            if step == 0:
+            if step == first_step:
                 raise_if_logps_differ(metrics, drift_level(cfg, learner.compute, rollout.compute))
 
             life.count_step(len(rounds), nonfinite_metric(metrics))

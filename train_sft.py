@@ -72,9 +72,10 @@ from infra.log import Clock, RunLog
 from infra.mistakes import UserMistake, exit_with_mistakes, import_side_file
 from metrics import escape_control_characters, nonfinite_metric, shorten
 from model.params import Params, combine_params
+from optimizer import learning_rate
 from rows import Batch
 from startup import Run, export, start
-from update import compute_batch_logps_and_entropies, learning_rate, one_update
+from update import compute_batch_logps_and_entropies, one_update
 
 
 def main(cfg: Config) -> None:
@@ -115,13 +116,7 @@ def main(cfg: Config) -> None:
                 life.log.print_line(line)
 
             # ---- Update --------------------------------------------------------------------------
-            lr = learning_rate(
-                step,
-                peak=cfg.learning_rate,
-                schedule=cfg.lr_schedule,
-                warmup_ratio=cfg.warmup_ratio,
-                decay_steps=cfg.lr_decay_steps or cfg.steps,
-            )
+            lr = learning_rate(step, learner.schedule)
             run.rollout.stop.raise_if_stopped()  # the last point before the weights change
             state, metrics = one_update(learner, state, batch, lr)
             clock.lap("update")

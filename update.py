@@ -1,5 +1,5 @@
-"""An update: micro_step adds the gradient of a micro-batch to a sum, optimizer_step applies the sum
-to the training state, and one_update runs both for all micro-batches of a batch.
+"""An update: micro_step adds the gradient of a micro-batch to a sum, and one_update runs it for all
+micro-batches of a mini-batch and applies the sum with optimizer.py.
 
 Dimensions as in rows.py: X packed rows of a micro-batch, each with S slots for prompts,
 C for completions and Q for sequences; T completion tokens, padded to MAX_LENGTH_SAMPLE.
@@ -8,36 +8,34 @@ C for completions and Q for sequences; T completion tokens, padded to MAX_LENGTH
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from infra.chips import attribute_oom_to
 from infra.sizes import MICRO_SIZES
-from loss import Objective, policy_loss
-from metrics import computed_per_token, merge_metrics, rescale_to_all_tokens
+from loss import MERGE, Objective, policy_loss
 from model.attention import PackedRows
 from model.layout import gather_processes, local_part, shard_batch, slice_of_process
 from model.logps import token_logps
 from model.network import Compute, forward
 from model.params import (
-    ModelConfig,
     Params,
-    abstract_params,
     arrange_layers,
     combine_params,
     is_unrolled,
     lm_head,
     param_shardings,
-    param_table,
     trainable_params,
 )
+from optimizer import Optimizer, Schedule, TrainState, optimizer_step
 from rows import Batch, MicroBatch, RowLimits, pack, plan_rows
+
+# Prefixes of the metrics that are means over tokens with log-probabilities of the trainer.
+COMPUTED_TOKEN_METRICS = ("sampling_logp_difference/", "is_weight/")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,21 +44,14 @@ class LearnerConfig:
 
     compute: Compute  # how training computes the model
     objective: Objective
-    optimizer: "Optimizer"
+    optimizer: Optimizer
+    schedule: Schedule  # of the learning rate
     temperature: float
     limits: RowLimits  # of the rows
     pad_id: int
     accumulates: bool  # an update may have several micro-batches
     skips_zero_advantages: bool  # sequences of advantage 0 add nothing, and are not computed
     base: Params | None = None  # LoRA's frozen weights; None: all weights are trained
-
-
-@flax.struct.dataclass
-class TrainState:
-    """What an optimizer step changes."""
-
-    params: Params  # the trained weights: with LoRA only the adapters
-    opt_state: Any
 
 
 def loss_denominators(batch: Batch) -> dict[str, np.ndarray]:
@@ -179,129 +170,6 @@ def _add(grad_sum: Params | None, grads: Params) -> Params:
     return jax.tree.map(add, *trees, is_leaf=is_unrolled)
 
 
-# ---- The optimizer -------------------------------------------------------------------------------
-
-
-class Optimizer(NamedTuple):
-    """The settings of the optimizer; hashable, so that it can be a static argument."""
-
-    name: str = "adamw"  # adamw, lion, sgd
-    weight_decay: float = 0.0
-    clip_norm: float = 1.0  # the largest global norm of a gradient; 0: no limit
-
-
-def transform(optimizer: Optimizer, model: ModelConfig) -> optax.GradientTransformation:
-    """The optax transformation of gradients into updates, before the learning rate.
-
-    Weight decay leaves out biases and norms, as transformers does.
-    """
-    rules = {
-        "adamw": optax.scale_by_adam(b1=0.9, b2=0.999, eps=1e-8),
-        "lion": optax.scale_by_lion(b1=0.9, b2=0.99),
-        "sgd": optax.identity(),
-    }
-    table = trainable_params(param_table(model))
-    kept = ("norm", "bias", "out_norm", "dt_bias")
-    decays = jax.tree.map(lambda leaf: leaf.kind not in kept, table)
-    decay = optax.add_decayed_weights(optimizer.weight_decay, mask=decays)
-    clip = optax.clip_by_global_norm(optimizer.clip_norm or math.inf)
-    return optax.chain(clip, rules[optimizer.name], decay)
-
-
-def init_state(params: Params, *, optimizer: Optimizer, model: ModelConfig) -> TrainState:
-    """The state before the first step; the optimizer's arrays are sharded like the parameters."""
-    # This is not jitted: with a traced parameter, zeros like it would lose its sharding.
-    opt_state = transform(optimizer, model).init(params)
-    state = TrainState(params=params, opt_state=opt_state)
-    # Scalars are replicated, like the outputs of jit, so that the second call does not compile
-    # again.
-    replicated = NamedSharding(jax.tree.leaves(params)[0].sharding.mesh, PartitionSpec())
-    return jax.tree.map(lambda x: x if x.ndim else jnp.zeros_like(x, device=replicated), state)
-
-
-def abstract_state(model: ModelConfig, mesh: Mesh, optimizer: Optimizer) -> TrainState:
-    """The shapes, dtypes and shardings of init_state, on a mesh whose devices need not exist."""
-    params = trainable_params(abstract_params(model, mesh, jnp.float32))
-    rule = transform(optimizer, model)
-    replicated = NamedSharding(mesh, PartitionSpec())
-    opt_state = optax.tree_utils.tree_map_params(
-        rule,
-        lambda x, p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=p.sharding),
-        jax.eval_shape(rule.init, params),
-        params,
-        transform_non_params=lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
-    )
-    return TrainState(params=params, opt_state=opt_state)
-
-
-def next_state(
-    state: TrainState, grads: Params, lr: jax.Array, optimizer: Optimizer, model: ModelConfig
-) -> tuple[TrainState, dict[str, jax.Array]]:
-    """The state after an update with these gradients, and two global norms: of the gradients before
-    clipping, and of the new weights."""
-    norm = optax.tree.norm(grads)
-    updates, opt_state = transform(optimizer, model).update(grads, state.opt_state, state.params)
-    params = jax.tree.map(lambda p, u: p - lr * u, state.params, updates)
-    norms = {"grad_norm": norm, "param_norm": optax.tree.norm(params)}
-    return TrainState(params=params, opt_state=opt_state), norms
-
-
-@functools.partial(jax.jit, static_argnames=("optimizer", "model"))
-def compute_norms(
-    state: TrainState, grads: Params, lr: jax.Array, optimizer: Optimizer, model: ModelConfig
-) -> dict[str, jax.Array]:
-    """The norms of next_state. A program of its own, because the old state must survive a norm that
-    is not finite: a single program needs a quarter more memory on a TPU with jnp.where, and a third
-    more on eight of them with lax.cond."""
-    return next_state(state, grads, lr, optimizer, model)[1]
-
-
-@functools.partial(jax.jit, static_argnames=("optimizer", "model"), donate_argnames=("state",))
-def apply_update(
-    state: TrainState, grads: Params, lr: jax.Array, optimizer: Optimizer, model: ModelConfig
-) -> TrainState:
-    """The state of next_state, in the memory of the old state."""
-    return next_state(state, grads, lr, optimizer, model)[0]
-
-
-def optimizer_step(
-    state: TrainState,
-    grads: Params,
-    lr: np.float32,
-    loss: float,
-    *,
-    optimizer: Optimizer,
-    model: ModelConfig,
-) -> tuple[TrainState, dict[str, float]]:
-    """The new state, in the memory of the old one, and the norms of next_state. If a norm or the
-    loss is not finite, the update is not applied."""
-    on_devices = compute_norms(state, grads, lr, optimizer, model)
-    norms = {name: float(norm) for name, norm in on_devices.items()}
-    if all(map(math.isfinite, (loss, *norms.values()))):
-        state = apply_update(state, grads, lr, optimizer, model)
-    return state, norms
-
-
-def learning_rate(
-    step: int, *, peak: float, schedule: str, warmup_ratio: float, decay_steps: int
-) -> float:
-    """The learning rate of training step `step` (from 0): linear warm-up, then the schedule.
-
-    schedule: constant, warmup_cosine or linear. The last two reach 0 at decay_steps.
-    """
-    warmup = round(warmup_ratio * decay_steps)
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    decayed = 1.0 if step >= decay_steps else (step - warmup) / (decay_steps - warmup)
-    if schedule == "warmup_cosine":
-        return peak * (0.5 * (1 + math.cos(math.pi * decayed)))
-    if schedule == "linear":
-        return peak * (1 - decayed)
-    if schedule == "constant":
-        return peak
-    raise ValueError(f"LR_SCHEDULE={schedule!r} is unknown; see learning_rate in update.py")
-
-
 # ---- A batch, in micro-batches -------------------------------------------------------------------
 
 
@@ -396,3 +264,52 @@ def accumulate_gradients(
     metrics = rescale_to_all_tokens(metrics, mini_batch, sequences)
     per_token = computed_per_token(micro_batches, mini_batch, sequences)
     return grads, metrics | {"throughput/update/computed_per_token": per_token}
+
+
+# ---- The metrics of an update -------------------------------------------------------------------
+
+
+def merge_metrics(micro_steps: list[dict[str, jax.Array]]) -> dict[str, float]:
+    """The metrics of an update: those of its micro-steps, reduced by loss.MERGE."""
+    all_values = jax.device_get(micro_steps)
+    names = all_values[0]
+    return {name: float(MERGE.get(name, sum)(x[name] for x in all_values)) for name in names}
+
+
+def rescale_to_all_tokens(
+    metrics: dict[str, float], batch: Batch, sequences: np.ndarray
+) -> dict[str, float]:
+    """The metrics of an update, corrected for the sequences that it does not compute.
+
+    metrics: from merge_metrics; NaN means that there is no value. batch: all sequences of the
+    update. sequences: the indices of those that its micro-steps have computed.
+
+    Sequences that are not computed have the advantage 0 and add nothing to the loss and
+    no ratio is clipped. Means that need log-probabilities of the trainer are taken over the
+    update_token_count tokens that were computed. The entropy is that of the sampler, and is over
+    all tokens of the loss: minus the mean of their sampling_logps, an unbiased estimate.
+    """
+    mask = batch.completion_mask
+    counted, computed = mask.sum(), mask[sequences].sum()
+    logps = np.where(mask > 0, batch.sampling_logps, 0)
+    entropy = -logps.sum(dtype=np.float64) / counted if counted else math.nan
+    metrics = metrics | {"entropy": float(entropy), "update_token_count": float(computed)}
+    for name in (x for x in metrics if x.startswith(COMPUTED_TOKEN_METRICS) and x not in MERGE):
+        metrics[name] *= float(counted / computed)
+    if computed < counted and "clip_ratio/low_min" in metrics:
+        metrics["clip_ratio/low_min"] = 0.0
+    return metrics
+
+
+def computed_per_token(
+    micro_batches: Sequence[MicroBatch], batch: Batch, sequences: np.ndarray
+) -> float:
+    """The number of slots in all rows (their tokens and padding), divided by the tokens of the
+    prompts and completions that they hold.
+
+    sequences: the indices of the sequences in the rows.
+    """
+    prompts = {batch.prompt_of(i) for i in sequences}
+    tokens = sum(len(batch.prompts[p].ids) - 1 for p in prompts) + batch.lengths[sequences].sum()
+    slots = sum(micro_batch.ids.size for micro_batch in micro_batches)
+    return float(slots / tokens) if tokens else math.nan

@@ -29,7 +29,7 @@ ALL_POSITIONS = 2**30  # above every position: a window of this size hides nothi
 
 class KV(NamedTuple):
     """Keys and values of X rows, or of P prompts or B sequences. Those of several layers are either
-    stacked along a first dimension, or a tuple with a KV for each group of layers."""
+    stacked along a first dimension, or a tuple with a KV for each period of layers."""
 
     k: jax.Array  # [X, N, h, tokens], rotated; scores of a new token read it in this order
     v: jax.Array  # [X, N, tokens, h]

@@ -11,8 +11,9 @@ computes only keys and values, and the hidden state of token i predicts completi
 
 A training input is a row of such prompts and completions, end to end (rows.py).
 
-The layer loop takes layers in groups: a full layer, and in Qwen3.5 the linear layers before it,
-which have a state instead of keys and values (linear_attention.py).
+The loop over layers goes by periods. In Qwen3.5 a period is some linear layers, which have a state
+instead of keys and values (linear_attention.py), and then a layer with full attention. In the other
+families it is a single layer.
 
 Dimensions: X rows of t tokens: packed rows, or the P prompts of S tokens in prefill; B sequences in
 decode, V vocabulary, D model, F feed-forward, L layers, H query heads, N kv heads, h head_dim.
@@ -48,8 +49,9 @@ if TYPE_CHECKING:
     from loss_pallas import Kernel
 
 Rotary = tuple[jax.Array, jax.Array]  # cos and sin of the rotary angles
-# The most tokens of a row whose attention is computed at once. On CPUs blocks take up to 3 times as
-# long for rows of 128 tokens; with gradients they are faster from 256 tokens on.
+# The most tokens of a row whose attention is computed at once. This was measured on CPUs: blocks
+# take up to 3 times as long for rows of 128 tokens, and less time from 256 tokens on. On GPUs and
+# TPUs it matters little, since rows this short have few scores.
 SHORT_TOKENS = 224
 
 
@@ -115,10 +117,10 @@ def forward(
         options = dict(policy=saved[compute.remat], prevent_cse=False)  # in a scan
         layer, linear_layer = (jax.checkpoint(f, **options) for f in (layer, linear_layer))
 
-    def group(
+    def period(
         x: jax.Array, w_and_variant: tuple[LayerWeights, jax.Array | None]
     ) -> tuple[jax.Array, KV]:
-        (*linear, full), variant, states = w_and_variant[0].layers_of_group(), w_and_variant[1], []
+        (*linear, full), variant, states = w_and_variant[0].layers_of_period(), w_and_variant[1], []
         for w in linear:
             x, state = linear_layer(x, w)
             states.append(state)
@@ -129,10 +131,10 @@ def forward(
     kvs: KV | tuple[KV, ...] = ()
     if isinstance(params.layers, Layers):
         weights = LayerWeights(params.layers, params.adapters)
-        x, kvs = jax.lax.scan(group, x, (weights, _variant(model)))
+        x, kvs = jax.lax.scan(period, x, (weights, _variant(model)))
     else:
-        for i in range(model.num_groups):
-            x, kv = group(x, (_weights_of_group(params, i), _variant(model, i)))
+        for i in range(model.num_periods):
+            x, kv = period(x, (_weights_of_period(params, i), _variant(model, i)))
             kvs = (*kvs, kv)
     hidden = _rms_norm(x, params.final_norm, model) / model.logits_divisor
     return hidden.reshape(*ids.shape, -1), kvs
@@ -149,9 +151,9 @@ def forward_token(
     """
     rotary = _rotary(compute.model, position[:, None])
 
-    def group(i: int | jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+    def period(i: int | jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         x, completion = carry
-        (*linear, w), states = _weights_of_group(params, i).layers_of_group(), []
+        (*linear, w), states = _weights_of_period(params, i).layers_of_period(), []
         for w_linear, state in zip(linear, select_layer(completion, i).states, strict=True):
             attend = functools.partial(linear_attention_token, state=state)
             x, state = _linear_layer(x, w_linear, compute, attend)
@@ -169,10 +171,10 @@ def forward_token(
     carry = _embed(params.embed, token[:, None], compute), cache.completion
     if isinstance(params.layers, Layers):
         # A loop updates its carry in place; inputs and outputs of a scan would be copied.
-        carry = jax.lax.fori_loop(0, compute.model.num_groups, group, carry)
+        carry = jax.lax.fori_loop(0, compute.model.num_periods, period, carry)
     else:
-        for i in range(compute.model.num_groups):
-            carry = group(i, carry)
+        for i in range(compute.model.num_periods):
+            carry = period(i, carry)
     x, completion = carry
     hidden = _rms_norm(x, params.final_norm, compute.model) / compute.model.logits_divisor
     return hidden, completion
@@ -199,7 +201,7 @@ def _embed(embed: jax.Array, ids: jax.Array, compute: Compute) -> jax.Array:
 
 
 class LayerWeights(NamedTuple):
-    """The weights of a layer or a group, or of all groups, stacked."""
+    """The weights of a layer or of a period, or those of all periods, stacked."""
 
     base: Any  # Layers
     adapters: Any  # Layers with an Adapter for each adapted matrix; None: no LoRA
@@ -215,8 +217,8 @@ class LayerWeights(NamedTuple):
         low = jnp.matmul(x, a, preferred_element_type=jnp.float32) * lora.scale
         return y + low.astype(x.dtype) @ b
 
-    def layers_of_group(self) -> "list[LayerWeights]":
-        """The linear layers of the group, and then its full layer."""
+    def layers_of_period(self) -> "list[LayerWeights]":
+        """The linear layers of the period, and then its full-attention layer."""
 
         def split(layers: Any) -> list[Any]:
             return [*(layers.linear or []), dataclasses.replace(layers, linear=None)]
@@ -226,14 +228,14 @@ class LayerWeights(NamedTuple):
         return [LayerWeights(*pair) for pair in zip(base, adapters, strict=True)]
 
 
-def _weights_of_group(params: Params, i: int | jax.Array) -> LayerWeights:
+def _weights_of_period(params: Params, i: int | jax.Array) -> LayerWeights:
     return LayerWeights(select_layer(params.layers, i), select_layer(params.adapters, i))
 
 
 def _cast_and_gather(w: LayerWeights, compute: Compute) -> LayerWeights:
     """The weights of a layer in compute.dtype, gathered over fsdp."""
     table = param_table(compute.model)
-    *linear, leaves = LayerWeights(table.layers, table.adapters).layers_of_group()
+    *linear, leaves = LayerWeights(table.layers, table.adapters).layers_of_period()
     leaves = linear[0] if w.base.wq is None else leaves
 
     def usable(leaf: Leaf, x: jax.Array | Int8) -> jax.Array | Int8:

@@ -51,11 +51,11 @@ class Gemma3(NamedTuple):
 
 
 class Qwen35(NamedTuple):
-    """The part of a ModelConfig that only Qwen3.5 has. Its layers come in groups: linear layers
-    (linear_attention.py), then a full one, whose output is multiplied by the sigmoid of a gate.
-    Full layers rotate a part of each head. Norms multiply by 1 + scale."""
+    """The part of a ModelConfig that only Qwen3.5 has. Its layers come in periods: linear layers
+    (linear_attention.py), then a layer with full attention, which rotates a part of each head and
+    multiplies its output by the sigmoid of a gate. Norms multiply by 1 + scale."""
 
-    linear_layers: int  # of a group
+    linear_layers: int  # of a period
     key_heads: int
     value_heads: int
     key_dim: int  # numbers of a key head
@@ -90,9 +90,9 @@ class ModelConfig:
     qwen35: Qwen35 | None = None  # None: the model is of another family
 
     @property
-    def num_groups(self) -> int:
-        """The groups of layers, which the layer loop takes one by one. Except in Qwen3.5 a group is
-        a single layer."""
+    def num_periods(self) -> int:
+        """The periods of layers, which the layer loop takes one by one. Except in Qwen3.5 a period
+        is a single layer."""
         return self.num_layers // (1 + self.qwen35.linear_layers if self.qwen35 else 1)
 
     @property
@@ -104,34 +104,39 @@ class ModelConfig:
 
 @flax.struct.dataclass
 class Layers:
-    """The weights of all layers, stacked along a first dimension L, or the weights of one layer. An
-    array that a layer does not have is None. In Qwen3.5 these are the full layers."""
+    """The weights of one layer, in the shapes below, or of all layers, stacked along a first
+    dimension L. An array that a layer does not have is None. In Qwen3.5 these are the layers with
+    full attention. init_params gives random numbers to the arrays in the order of the fields.
 
-    attn_norm: Any = None  # the order decides which random numbers init_params gives to an array
-    wq: Any = None
-    wk: Any = None
-    wv: Any = None
-    wo: Any = None
-    bq: Any = None
-    bk: Any = None
-    bv: Any = None
-    q_norm: Any = None
-    k_norm: Any = None
-    attn_post_norm: Any = None
-    mlp_norm: Any = None
-    gate: Any = None
-    up: Any = None
-    down: Any = None
-    mlp_post_norm: Any = None
-    in_qkv: Any = None  # from here on: of linear layers
-    in_z: Any = None
-    in_b: Any = None
-    in_a: Any = None
-    taps: Any = None
-    a_log: Any = None
-    dt_bias: Any = None
-    out_norm: Any = None
-    # The linear layers by their index in a group. (A tuple would be unrolled layers.)
+    The shapes of linear layers have the names of Qwen35; channels = 2 key_heads * key_dim +
+    value_heads * value_dim.
+    """
+
+    attn_norm: Any = None  # [D]
+    wq: Any = None  # [D, H*h]; in Qwen3.5 [D, H*2*h], with a gate behind each head's queries
+    wk: Any = None  # [D, N*h]
+    wv: Any = None  # [D, N*h]
+    wo: Any = None  # [H*h, D]; of a linear layer [value_heads*value_dim, D]
+    bq: Any = None  # [H*h]
+    bk: Any = None  # [N*h]
+    bv: Any = None  # [N*h]
+    q_norm: Any = None  # [h]
+    k_norm: Any = None  # [h]
+    attn_post_norm: Any = None  # [D], of Gemma 3
+    mlp_norm: Any = None  # [D]
+    gate: Any = None  # [D, F]
+    up: Any = None  # [D, F]
+    down: Any = None  # [F, D]
+    mlp_post_norm: Any = None  # [D], of Gemma 3
+    in_qkv: Any = None  # [D, channels]; from here on: of linear layers
+    in_z: Any = None  # [D, value_heads*value_dim], for the gate of the output
+    in_b: Any = None  # [D, value_heads], for beta
+    in_a: Any = None  # [D, value_heads], for the decay
+    taps: Any = None  # [channels, 1, taps], the filters of the convolution
+    a_log: Any = None  # [value_heads] float32
+    dt_bias: Any = None  # [value_heads]
+    out_norm: Any = None  # [value_dim] float32
+    # The linear layers by their index in a period. (A tuple would be unrolled layers.)
     linear: list["Layers"] | None = None
 
 
@@ -162,7 +167,7 @@ class Params:
     also holds shapes, shardings or gradients of the weights."""
 
     embed: Any
-    layers: Layers | tuple[Layers, ...] | None  # stacked; unrolled: one Layers for each group
+    layers: Layers | tuple[Layers, ...] | None  # stacked; unrolled: one Layers for each period
     final_norm: Any
     lm_head: Any  # None: the embedding is also the lm_head
     adapters: Any = None  # as layers, with an Adapter for each adapted matrix and None elsewhere
@@ -206,11 +211,11 @@ def param_table(model: ModelConfig, layer_loop: str = "scan") -> Params:
     )
     if layer_loop == "scan":
         return table
-    groups = range(model.num_groups)
+    periods = range(model.num_periods)
     return dataclasses.replace(
         table,
-        layers=tuple(_leaves_of_group(layers, i) for i in groups),
-        adapters=tuple(_leaves_of_group(adapters, i) for i in groups) if adapters else None,
+        layers=tuple(_leaves_of_period(layers, i) for i in periods),
+        adapters=tuple(_leaves_of_period(adapters, i) for i in periods) if adapters else None,
     )
 
 
@@ -220,13 +225,13 @@ def _in_int8(leaf: Leaf) -> Leaf:
 
 
 def _layer_table(model: ModelConfig) -> Layers:
-    *linear, full = (_leaves_at(model, i) for i in range(model.num_layers // model.num_groups))
+    *linear, full = (_leaves_at(model, i) for i in range(model.num_layers // model.num_periods))
     return dataclasses.replace(full, linear=linear or None)
 
 
 def _leaves_at(model: ModelConfig, index: int) -> Layers:
-    """The leaves of the layers with this index in their groups."""
-    period, D, F = model.num_layers // model.num_groups, model.hidden_size, model.intermediate_size
+    """The leaves of the layers with this index in their periods."""
+    period, D, F = model.num_layers // model.num_periods, model.hidden_size, model.intermediate_size
     numbers, block = range(index, model.num_layers, period), "model.layers.{}."
 
     L, leaf = len(numbers), functools.partial(Leaf, layers=numbers)
@@ -305,7 +310,7 @@ def _adapter_table(layers: Layers, model: ModelConfig, lora: Lora) -> Layers:
     return jax.tree.map(adapter, layers)
 
 
-def _leaves_of_group(layers: Layers, i: int) -> Layers:
+def _leaves_of_period(layers: Layers, i: int) -> Layers:
     def select_layer(leaf: Leaf) -> Leaf:
         shape, axes, name = leaf.shape[1:], leaf.axes[1:], leaf.name.format(leaf.layers[i])
         return dataclasses.replace(leaf, shape=shape, axes=axes, name=name, layers=range(0))

@@ -237,7 +237,7 @@ def update_flops(model: ModelConfig, prompts: np.ndarray, completions: np.ndarra
     S, T = prompts[:, None], completions  # [P, 1], [P, K]
     # The pairs of a query and a key. Sliding windows are ignored: for Gemma 3 these are too many.
     pairs = (S**2 / 2).sum() + (T * S + T**2 / 2).sum()
-    attention = 4 * model.num_heads * model.head_dim * model.num_groups * pairs
+    attention = 4 * model.num_heads * model.head_dim * model.num_periods * pairs
     if model.qwen35:
         attention += linear_attention_flops(model) * (S.sum() + T.sum())
     layers = jax.tree.leaves(param_table(model).layers)
@@ -256,4 +256,4 @@ def linear_attention_flops(model: ModelConfig) -> float:
     # The triangular system, the product with the corrections, and three with the state.
     value_head_flops = CHUNK * (dk + dv) + 2 * CHUNK * dv + 6 * dk * dv
     layer_flops = sizes.key_heads * key_head_flops + sizes.value_heads * value_head_flops
-    return (model.num_layers - model.num_groups) * layer_flops
+    return (model.num_layers - model.num_periods) * layer_flops

@@ -164,7 +164,7 @@ def test_a_folder_is_read_as_int8_with_scales_split_as_columns(
             assert error.max() <= 0.5001 and np.abs(values).max() == 127
             count += 1
     # Seven of a full layer; of a linear one three and those of the feed-forward.
-    full = model.num_groups
+    full = model.num_periods
     assert count == 7 * full + 6 * (model.num_layers - full)
 
 

@@ -1,4 +1,4 @@
-"""Claims about update.py: the optimizer, the learning rate, and the copies of the weights.
+"""Claims about optimizer.py: the optimizer, the learning rate, and the copies of the weights.
 
 The reference of the optimizer is its formula in float64 numpy.
 """
@@ -16,8 +16,8 @@ from small_model import train_layout as layout
 
 from model.network import Compute
 from model.params import Lora, ModelConfig, Params, init_params, param_shardings, trainable_params
+from optimizer import Optimizer, Schedule, init_state, learning_rate, optimizer_step
 from sampling import sync_weights
-from update import Optimizer, init_state, learning_rate, optimizer_step
 
 SGD = Optimizer("sgd", weight_decay=0.1, clip_norm=0.5)
 ADAMW = Optimizer("adamw", weight_decay=0.1, clip_norm=0.5)
@@ -111,8 +111,7 @@ def test_the_arrays_of_the_optimizer_are_sharded_like_the_parameters() -> None:
     ],
 )
 def test_the_learning_rate_by_hand(schedule: str, warmup_ratio: float, expected: list) -> None:
-    settings = {"peak": 2e-6, "schedule": schedule, "warmup_ratio": warmup_ratio, "decay_steps": 8}
-    rates = [learning_rate(step, **settings) for step in range(10)]
+    rates = [learning_rate(i, Schedule(2e-6, schedule, warmup_ratio, 8)) for i in range(10)]
     np.testing.assert_allclose(rates, 2e-6 * np.array(expected), atol=1e-13)
     assert min(rates[0], rates[7]) > 0
 

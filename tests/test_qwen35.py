@@ -139,7 +139,7 @@ def full_layer(y: np.ndarray, w: Any, model: ModelConfig) -> np.ndarray:
 def reference(params: Params, ids: Sequence[int], model: ModelConfig = MODEL) -> np.ndarray:
     """[n, V] float64: the logits after each of n tokens, of a model with groups of two layers."""
     x = params.embed[list(ids)]
-    for i in range(model.num_groups):
+    for i in range(model.num_periods):
         full = jax.tree.map(lambda x, i=i: x[i], params.layers)
         for w, attend in [(full.linear[0], linear_layer), (full, full_layer)]:
             x = x + attend(rms(x, model) * (1 + w.attn_norm), w, model) @ w.wo

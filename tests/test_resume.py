@@ -17,8 +17,8 @@ from infra.mistakes import UserMistake
 from infra.resume import begin_or_resume, describe_changes, open_checkpoints, read_run, write_run
 from infra.reward_worker import imported_files
 from infra.settings import REPO
+from optimizer import TrainState
 from startup import Run, result_fingerprint, set_up
-from update import TrainState
 
 # ---- Whose a folder is ---------------------------------------------------------------------------
 

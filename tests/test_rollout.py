@@ -19,11 +19,11 @@ from infra.mistakes import UserMistake
 from loss import Objective
 from model import hf
 from model.next_token import Sampling
+from optimizer import Optimizer
 from rollout import choose_groups, have_equal_rewards, texts_of
 from rows import Batch
 from sampling import Completions, Stopping
 from startup import result_fingerprint, set_up
-from update import Optimizer
 
 NAN = math.nan
 TINY = Path(__file__).resolve().parent.parent / "tiny"

@@ -11,7 +11,8 @@ from runs import Result, environment, train
 from safetensors.numpy import load_file
 from small_model import TINY_QWEN35, batch_of, stopping_model
 
-from metrics import merge_updates, rescale_to_all_tokens
+from metrics import merge_updates
+from update import rescale_to_all_tokens
 
 COMPUTED = "throughput/update/computed_per_token"
 NAN = math.nan

@@ -41,10 +41,11 @@ from infra.resume import describe_changes
 from loss import Objective
 from model import hf
 from model.network import Compute
+from optimizer import Optimizer, init_state
 from rows import RowLimits
 from startup import Run, result_fingerprint, set_up
 from train_sft import batch_of, customize_settings
-from update import LearnerConfig, Optimizer, init_state, one_update, pack_to_devices
+from update import LearnerConfig, one_update, pack_to_devices
 
 GOLDENS = Path(__file__).parent / "goldens"
 TRL = json.loads((GOLDENS / "sft.json").read_text(encoding="utf-8"))

@@ -39,11 +39,12 @@ from extras.teacher import load_weights
 from infra.chips import exit_on_oom
 from loss import Objective, policy_loss
 from model import hf
+from optimizer import init_state
 from rows import Batch
 from startup import Run, result_fingerprint, set_up
 from tools.bench import make_random_model
 from train_grpo import with_logps
-from update import LearnerConfig, init_state, one_update
+from update import LearnerConfig, one_update
 
 GOLDENS = Path(__file__).parent / "goldens"
 TRL = json.loads((GOLDENS / "teacher.json").read_text(encoding="utf-8"))

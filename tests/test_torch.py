@@ -15,12 +15,12 @@ import pytest
 from small_model import batch_of, counts_by_hand, in_rows, train_layout, write_folder
 
 from loss import Objective, group_advantages
-from metrics import merge_metrics
 from model import hf
 from model.layout import shard_batch
 from model.network import Compute
+from optimizer import Optimizer, init_state, optimizer_step
 from rows import Batch
-from update import Optimizer, init_state, micro_step, optimizer_step
+from update import merge_metrics, micro_step
 
 pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")

@@ -156,7 +156,8 @@ def here(
         "MAX_LENGTH_SAMPLE": str(T),
     }
     run = set_up(Config.from_env(settings))
-    prompts = prompts_of_round(run, 0)
+    P, K = run.sizes.prompts_per_step, run.cfg.num_pre_q
+    prompts = prompts_of_round(run.rollout, run.train_prompts, P, K, 0, run.cfg.seed)
     script = Script([[text + STOP for text in turns] for turns in texts], T)
     made = complete(
         run.rollout,

@@ -460,9 +460,14 @@ def test_each_call_of_a_turn_has_random_numbers_of_its_own() -> None:
     assert len(set(re.findall(r"\d+", said[0]))) == 4
 
 
+def prompts_of(run: Run, round_number: int) -> list[Prompt]:
+    P, K = run.sizes.prompts_per_step, run.cfg.num_pre_q
+    return prompts_of_round(run.rollout, run.train_prompts, P, K, round_number, run.cfg.seed)
+
+
 def test_the_completions_of_a_group_get_the_same_task_and_another_in_each_round() -> None:
     run = run_of(*DICE)
-    first, other, again = ([text_of(p.ids) for p in prompts_of_round(run, n)] for n in (0, 1, 0))
+    first, other, again = ([text_of(p.ids) for p in prompts_of(run, n)] for n in (0, 1, 0))
     tasks = {re.search(r" (\d+ \d+)<\|im_end\|>", text)[1] for text in first + other}
     assert len(tasks) == 2 * run.sizes.prompts_per_step == 16
     assert first == again
@@ -477,7 +482,7 @@ def test_an_evaluation_has_the_same_tasks_at_every_step() -> None:
         batch = answer_questions(run, script, run.train_prompts[:9], key, clock)
         ids.append(batch.completion_ids.tolist())
         rewards.append(batch.rewards.tolist())
-        prompts_of_round(run, 0)  # a step between the evaluations
+        prompts_of(run, 0)  # a step between the evaluations
     assert scripts[0].asked == scripts[1].asked and len(scripts[0].asked) == 3  # turns
     assert ids[0] == ids[1] and rewards[0] == rewards[1]
     assert len({*map(tuple, ids[0])}) == 18

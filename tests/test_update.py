@@ -31,12 +31,12 @@ from small_model import (
 )
 
 from loss import Objective
-from metrics import merge_metrics
 from model.layout import shard_batch
 from model.network import Compute
 from model.params import Params
+from optimizer import Optimizer, init_state, optimizer_step
 from rows import Batch, RowLimits, pack, plan_rows
-from update import Optimizer, init_state, micro_step, optimizer_step
+from update import merge_metrics, micro_step
 
 K, T = 8, 6
 PROMPTS = [[5, 11, 2], [7, 7, 30, 1, 19, 8]]

@@ -35,9 +35,10 @@ from model import hf
 from model.layout import TRAIN_BATCH_AXES, Layout, make_mesh
 from model.network import Compute
 from model.params import ModelConfig, Params, init_params
+from optimizer import Schedule, learning_rate
 from rewards import SYSTEM_PROMPT, TAGS
 from rows import Batch, MicroBatch, RowShape, pack
-from update import compute_logps_and_entropies, learning_rate
+from update import compute_logps_and_entropies
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -306,9 +307,7 @@ def warm_up(
                 ]
                 completions.append(tokenizer(texts, add_special_tokens=False)["input_ids"])
             batch = micro_batch([prompts[j] for j in indices], completions, S, T)
-            lr = learning_rate(
-                i, peak=stage.peak_lr, schedule="linear", warmup_ratio=0.05, decay_steps=stage.steps
-            )
+            lr = learning_rate(i, Schedule(stage.peak_lr, "linear", 0.05, stage.steps))
             params, opt_state, loss = step(params, opt_state, batch, lr)
             if i % 50 == 0 or i == stage.steps - 1:
                 print(f"warm-up mistakes={mistakes} step={i} loss={loss:.4f}", flush=True)

@@ -48,6 +48,7 @@ from model.network import Compute
 from model.next_token import Sampling, support_size
 from model.params import Gemma3, ModelConfig, Qwen35, abstract_params, combine_params
 from model.placement import num_params, plan_compute, raise_if_too_long, rollout_mesh_text
+from optimizer import abstract_state, apply_update
 from rows import Batch, MicroBatch, RowShape, pack
 from sampling import Stopping, begin, decode, drop_sequences, prefill, smaller_batches, sync_weights
 from startup import (
@@ -59,7 +60,7 @@ from startup import (
     with_kernel,
 )
 from tools.plan_time import describe_time
-from update import abstract_state, apply_update, compute_logps_and_entropies, micro_step
+from update import compute_logps_and_entropies, micro_step
 
 # ---- The plan ------------------------------------------------------------------------------------
 

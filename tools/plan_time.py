@@ -66,7 +66,7 @@ def delta_rule_work(compute: Compute, tokens: float) -> np.ndarray:
     model, mesh = compute.model, compute.layout.mesh
     if (sizes := model.qwen35) is None:
         return np.zeros(4)
-    layers = model.num_layers - model.num_groups
+    layers = model.num_layers - model.num_periods
     flops = (RULE_PRODUCTS - 1) * linear_attention_flops(model)
     numbers = RULE_ARRAYS * layers * sizes.value_heads * sizes.value_dim
     kernels = RULE_KERNELS * layers * mesh.shape["tp"] / CHUNK
@@ -82,7 +82,7 @@ def rollout_work(
     # Decoding has no chunks, and a step's activations are few.
     work = forward_work(compute, lengths) - delta_rule_work(compute, completions.sum())
     work[1] = forward_work(compute, (prompts, 0 * completions))[1]
-    kv = 2 * model.num_groups * model.num_kv_heads * model.head_dim * compute.dtype.itemsize
+    kv = 2 * model.num_periods * model.num_kv_heads * model.head_dim * compute.dtype.itemsize
     cached = kv * keys + STATE_PASSES * state_bytes(model) * sequences
     read, gathered = weight_bytes(compute)
     return work + steps * np.array([0, read + cached, gathered, KERNELS * model.num_layers])
@@ -93,7 +93,7 @@ def state_bytes(model: ModelConfig) -> int:
     if (sizes := model.qwen35) is None:
         return 0
     numbers = sizes.value_heads * sizes.key_dim * sizes.value_dim
-    return 4 * (model.num_layers - model.num_groups) * numbers
+    return 4 * (model.num_layers - model.num_periods) * numbers
 
 
 def update_work(compute: Compute, lengths: Lengths, micro_steps: float) -> np.ndarray:

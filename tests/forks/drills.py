@@ -90,14 +90,14 @@ SCHEDULE = Drill(
             'choices="warmup_cosine|linear|constant|inverse_sqrt"',
         ),
         Edit(
-            "update.py",
+            "optimizer.py",
             """\
-    if schedule == "constant":
+    if name == "constant":
 """,
             """\
-    if schedule == "inverse_sqrt":
+    if name == "inverse_sqrt":
         return peak * math.sqrt(max(warmup, 1) / (step + 1))
-    if schedule == "constant":
+    if name == "constant":
 """,
         ),
     ),
@@ -130,7 +130,7 @@ FROZEN_EMBEDDING = Drill(
     row="train some of the weights only",
     edits=(
         Edit(
-            "update.py",
+            "optimizer.py",
             "    norm = optax.tree.norm(grads)\n",
             """\
     grads = grads.replace(embed=jnp.zeros_like(grads.embed))
@@ -138,7 +138,7 @@ FROZEN_EMBEDDING = Drill(
 """,
         ),
         Edit(
-            "update.py",
+            "optimizer.py",
             "    params = jax.tree.map(lambda p, u: p - lr * u, state.params, updates)\n",
             """\
     updates = updates.replace(embed=jnp.zeros_like(updates.embed))

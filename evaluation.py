@@ -83,15 +83,15 @@ def answer_questions(
     )
     clock.lap("rollout_generate")
     local_questions = slice_of_process(padded)
-    rewards = []
+    parts = []
     # REWARD_TIMEOUT_S limits one call of a reward function, which gets the completions of one pass.
     for i in range(0, len(local_questions), size):
         span = slice(i * samples, (i + size) * samples)
         part = jax.tree.map(lambda x, span=span: x[span], completions)
-        rewards.append(reward_completions(rollout, local_questions[i : i + size], part))
-    totals, per_function = concatenate_trees(rewards)
+        parts.append(reward_completions(rollout, local_questions[i : i + size], part))
+    rewards, per_function = concatenate_trees(parts)
     stop_ids = rollout.stopping.stop_ids
-    batch = gather_batch(padded, completions, totals, per_function, stop_ids)
+    batch = gather_batch(padded, completions, rewards, per_function, stop_ids)
     clock.lap("reward")
     return batch.select_groups(np.arange(len(questions)))
 

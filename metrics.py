@@ -90,8 +90,8 @@ def raise_if_logps_differ(metrics: Mapping[str, float], drift_level: float) -> N
     if difference > drift_level:
         raise RuntimeError(
             f"for the same weights, log-probabilities of sampler and trainer differ by "
-            f"{difference:.3g} nats on average; rounding explains at most {drift_level:g}. The policy "
-            f"would learn from samples of another one: try ROLLOUT_BACKEND=naive or DTYPE=float32"
+            f"{difference:.3g} nats on average; rounding explains at most {drift_level:g}, so the "
+            f"samples are of another policy: try ROLLOUT_BACKEND=naive or DTYPE=float32"
         )
 
 

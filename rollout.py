@@ -1,8 +1,8 @@
 """The phases of a rollout, in the order in which `main` calls them: prompts, completions, rewards,
 and the Batch of all processes.
 
-Dimensions: P prompts of a step, K completions per prompt, B = P*K sequences over all processes,
-local_batch sequences of this process. T completion tokens, padded to MAX_LENGTH_SAMPLE.
+Dimensions: P prompts, K completions per prompt, B = P*K sequences over all processes, `count` of
+them on this process. T completion tokens, padded to MAX_LENGTH_SAMPLE.
 """
 
 import dataclasses
@@ -92,7 +92,7 @@ def complete(
     width = prompt_width(longest, rollout.global_length)  # S+1
     local_prompts, passes = slice_of_process(prompts), []
     total = len(local_prompts) * completions_per_prompt
-    sequence_ids = np.arange(total, dtype=np.int32) + jax.process_index() * total  # [local_batch]
+    sequence_ids = np.arange(total, dtype=np.int32) + jax.process_index() * total  # [count]
     sequences_per_pass = prompts_per_pass * completions_per_prompt
     with progress_bar(title, total, "completions") as bar:
         for i in range(0, len(local_prompts), prompts_per_pass):
@@ -152,8 +152,8 @@ def parts_of(completions: Completions | Batch, i: int) -> list[tuple[int, list[i
 def reward_completions(
     rollout: RolloutConfig, prompts: list[data.Prompt], completions: Completions
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The weighted total rewards [local_batch] of the completions of these prompts, and the rewards
-    of each function [local_batch, functions], both float64; NaN where no function applies. Raises
+    """The weighted total rewards [count] of the completions of these prompts, and the rewards
+    of each function [count, functions], both float64; NaN where no function applies. Raises
     UserMistake."""
     texts = texts_of(rollout, prompts, completions)
     K = len(texts) // len(prompts)
@@ -174,23 +174,23 @@ def reward_completions(
 def gather_batch(
     prompts: list[data.Prompt],
     completions: Completions,
-    totals: np.ndarray,
+    rewards: np.ndarray,
     per_function: np.ndarray,
     stop_ids: tuple[int, ...],
 ) -> Batch:
     """The sequences of all processes as a Batch, on every process.
 
-    prompts: of all processes, each once. completions [local_batch, T], totals [local_batch] and
-    per_function [local_batch, functions]: of this process.
+    prompts: of all processes, each once. completions [count, T], rewards [count] and
+    per_function [count, functions]: of this process.
     """
     arrays = {name: x for name, x in completions._asdict().items() if x is not None}
     del arrays["sequence_ids"]
-    arrays |= {"rewards": totals, "per_function": per_function}
+    arrays |= {"rewards": rewards, "per_function": per_function}
     arrays["completion_mask"] = completions.drawn_mask
     # A completion has stopped if its last token is a stop token that the policy has drawn.
     last = completions.lengths[:, None] - 1
-    last_ids = np.take_along_axis(completions.completion_ids, last, axis=1)[:, 0]  # [local_batch]
-    is_drawn = np.take_along_axis(completions.drawn_mask, last, axis=1)[:, 0] > 0  # [local_batch]
+    last_ids = np.take_along_axis(completions.completion_ids, last, axis=1)[:, 0]  # [count]
+    is_drawn = np.take_along_axis(completions.drawn_mask, last, axis=1)[:, 0] > 0  # [count]
     arrays["stopped"] = np.isin(last_ids, stop_ids) & is_drawn
     return Batch(prompts, **gather_processes(arrays))
 

@@ -61,7 +61,8 @@ class Batch(NamedTuple):
 
     prompts: list[Any]  # [P] data.Prompt
     completion_ids: np.ndarray  # [B, T] int32, right-padded
-    completion_mask: np.ndarray  # [B, T] int32, 1 on the sampled tokens that the loss counts
+    # [B, T] int32, 1 on the sampled tokens that the loss counts, the stop token included
+    completion_mask: np.ndarray
     lengths: np.ndarray  # [B] int32 tokens, stop tokens and an environment's tokens included
     sampling_logps: np.ndarray  # [B, T] float32 nats
     computed_tokens: np.ndarray | None = None  # [B] int32, decoding steps computed for the sequence
@@ -119,7 +120,9 @@ class MicroBatch(NamedTuple):
     start: Any  # [X, S+C] int32
     targets: Any  # [X, C] int32
     slots: Any  # [X, Q, T] int32, the targets of each sequence: indices into C; 0 on padding
-    sequences: Any  # [X*Q] int32, the index of each sequence in its batch; -1: an unused slot
+    sequence_indices: (
+        Any  # [X*Q] int32, the index of each sequence in its batch; -1: an unused slot
+    )
     completion_mask: Any  # [X*Q, T] int32, 1 on the tokens of the loss; 0 in unused slots
     sampling_logps: Any  # [X*Q, T] float32 nats
     advantages: Any  # [X*Q] float32
@@ -145,7 +148,7 @@ class RowLimits(NamedTuple):
     """The limits of a run's rows."""
 
     shards: int  # parts of a micro-step; a device, or the devices of a tp group, computes each
-    sequences: int  # sequences of a shard in a micro-step, if all of them have T tokens
+    sequences_per_shard: int  # in a micro-step, if all of them have T tokens
     completions: int  # K: completions per prompt
     max_length_sample: int  # T: the most tokens of a completion
     longest_prompt: int  # S of a row with only the run's longest prompt
@@ -153,13 +156,15 @@ class RowLimits(NamedTuple):
     chunk: int = 1  # as in RowShape; it divides unit
 
     def widest(self) -> RowShape:
-        """The widths of a row of `sequences` completions of T tokens with their prompts. A row of
-        the run has at most S + C slots, and at most C of them for completions; S may be larger."""
-        prompts = self.sequences // prompt_share(self.completions, self.sequences)
-        sizes = self.longest_prompt, self.sequences // prompts * self.max_length_sample
+        """The widths of a row of sequences_per_shard completions of T tokens with their prompts. A
+        row of the run has at most S + C slots, and at most C of them for completions; S may be
+        larger."""
+        count = self.sequences_per_shard
+        prompts = count // prompt_share(self.completions, count)
+        sizes = self.longest_prompt, count // prompts * self.max_length_sample
         sizes = [prompts * next_multiple(size, self.chunk) for size in sizes]
         S, C = (next_multiple(size, self.unit) for size in sizes)
-        return RowShape(S, C, SHORT_SEQUENCES * self.sequences, self.chunk)
+        return RowShape(S, C, SHORT_SEQUENCES * count, self.chunk)
 
 
 def plan_rows(
@@ -308,7 +313,7 @@ def pack(batch: Batch, rows: Sequence[Sequence[int]], shape: RowShape, pad_id: i
         start=start,
         targets=targets,
         slots=slots,
-        sequences=indices,
+        sequence_indices=indices,
         completion_mask=batch.completion_mask[indices] * is_used[:, None].astype(np.int32),
         sampling_logps=batch.sampling_logps[indices],
         advantages=np.where(is_used, batch.advantages[indices], 0).astype(np.float32),

@@ -106,7 +106,7 @@ class NaiveBackend:
         # Later turns are short: compiling programs for smaller batches costs more than it saves.
         drop = self._drop_ended and earlier_tokens is None
         earlier_tokens = np.zeros_like(sequence_ids) if earlier_tokens is None else earlier_tokens
-        decoding = begin(
+        decoding = begin_decoding(
             compute,
             ids,
             mask,
@@ -260,7 +260,7 @@ class Decoding(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("compute", "width", "sampling", "stopping"))
-def begin(
+def begin_decoding(
     compute: Compute,
     prompt_ids: jax.Array,
     prompt_mask: jax.Array,

@@ -582,7 +582,7 @@ def learner_of(cfg: Config, sizes: Sizes, compute: Compute, S: int, pad_id: int)
     chunk = CHUNK if compute.model.qwen35 else 1  # it divides LANES
     limits = RowLimits(
         shards=shards,
-        sequences=sizes.micro_batch_size * processes // shards,
+        sequences_per_shard=sizes.micro_batch_size * processes // shards,
         completions=cfg.num_pre_q,
         max_length_sample=cfg.max_length_sample,
         longest_prompt=S,

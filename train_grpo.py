@@ -120,12 +120,12 @@ def main(cfg: Config) -> None:
                 )  # of this process, [local_batch, T]
                 clock.lap("rollout_generate")
                 # [local_batch] and [local_batch, functions]
-                totals, per_function = reward_completions(
+                rewards, per_function = reward_completions(
                     rollout, slice_of_process(prompts), completions
                 )
                 clock.lap("reward")
                 stop_ids = rollout.stopping.stop_ids
-                rounds.append(gather_batch(prompts, completions, totals, per_function, stop_ids))
+                rounds.append(gather_batch(prompts, completions, rewards, per_function, stop_ids))
                 clock.lap("shard")  # MLLM-JAX's name of this phase
             backend.release()
 

@@ -189,7 +189,7 @@ def compute_batch_logps_and_entropies(
         for micro_batch in micro_batches
     ]
     for micro_batch, pair in zip(micro_batches, on_devices, strict=True):
-        local = jax.tree.map(local_part, (micro_batch.sequences, pair))
+        local = jax.tree.map(local_part, (micro_batch.sequence_indices, pair))
         indices, pair_of_all = gather_processes(local)  # [X*Q], and two of [X*Q, T]
         logps_and_entropies[:, indices[indices >= 0]] = np.stack(pair_of_all)[:, indices >= 0]
     return logps_and_entropies

@@ -22,7 +22,7 @@ def numbered(lengths: list[int], prompts: list[int], T: int = 0) -> Batch:
 
 def limits(**changes: int) -> RowLimits:
     """Of one device with micro-batches of 4 sequences."""
-    given = {"shards": 1, "sequences": 4, "completions": 4, "max_length_sample": 16}
+    given = {"shards": 1, "sequences_per_shard": 4, "completions": 4, "max_length_sample": 16}
     return RowLimits(**given | {"longest_prompt": 8} | changes)
 
 
@@ -49,7 +49,7 @@ def test_rows_by_hand() -> None:
     rows = [[[0, 1, 2]], [[3, *third]], [second], [fourth]]
     assert plan_rows(batch, range(16), given) == (rows, RowShape(S=128, C=256, Q=32))
     # 8 sequences have 128 places for prompts and 1024 for completions.
-    wider = given._replace(sequences=8)
+    wider = given._replace(sequences_per_shard=8)
     assert wider.widest() == RowShape(S=128, C=1024, Q=64)
     assert plan_rows(batch, range(8), wider) == ([[first + second]], RowShape(S=128, C=768, Q=64))
     both = [first + third, second + fourth]
@@ -155,19 +155,23 @@ def test_a_prompt_longer_than_all_questions_has_the_rows_of_a_run_that_knew_of_i
 # ---- How full rows are ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [{}, {"unit": 128}, {"shards": 2, "sequences": 16}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"unit": 128}, {"shards": 2, "sequences_per_shard": 16}], ids=str
+)
 def test_a_row_has_at_most_the_places_of_the_longest_sequences_of_a_micro_step(
     changes: dict[str, int],
 ) -> None:
-    given = limits(**{"sequences": 8, "max_length_sample": 120, "longest_prompt": 60} | changes)
+    given = limits(
+        **{"sequences_per_shard": 8, "max_length_sample": 120, "longest_prompt": 60} | changes
+    )
     most = given.widest().S + given.widest().C
     if given.unit == 1:
-        assert most == given.sequences // 4 * (60 + 4 * 120)
+        assert most == given.sequences_per_shard // 4 * (60 + 4 * 120)
     for seed in range(10):
         steps, at = plan_rows(geometric(60, 120, 8, 4, seed), range(32), given)
         assert at.S + at.C <= most
         assert at.S % given.unit == at.C % given.unit == 0
-        if given.shards * given.sequences == 32:
+        if given.shards * given.sequences_per_shard == 32:
             assert len(steps) == 1, "an update of one micro-step stays one"
 
 
@@ -184,7 +188,7 @@ def test_rows_of_real_lengths_are_full_and_have_few_widths(
     prompts: int, mean: int, longest: int, micro: int, prompt_tokens: tuple[int, int], most: float
 ) -> None:
     """8 completions of each prompt, in 40 steps."""
-    changes = {"sequences": micro, "completions": 8, "max_length_sample": longest}
+    changes = {"sequences_per_shard": micro, "completions": 8, "max_length_sample": longest}
     given = limits(**changes, longest_prompt=prompt_tokens[1])
     computed, programs = [], set()
     for seed in range(40):

@@ -198,7 +198,7 @@ def test_packed_completions_begin_with_the_state_of_their_prompt() -> None:
     prompts, ids, lengths, [row] = packed()
     (_, logps), _ = on_a_device()
     assert row.ids.shape == (1, 256 + 512), "192 places of prompts; 192, 128 and 36 of groups"
-    order = row.sequences[row.sequences >= 0]
+    order = row.sequence_indices[row.sequence_indices >= 0]
     assert sorted(order) == [*range(9)]
     for place, i in enumerate(order):
         expected = reference_logps(weights(), prompts[i // 3], ids[i, : lengths[i]])

@@ -404,7 +404,7 @@ def test_micro_batches_packing_and_meshes_do_not_change_an_update(conversations:
         run = run_of("ROLLOUT_GLOBAL_BATCH_SIZE=16 " + " ".join([*others]), **given)
         learner, sizes = run.learner, [int(size) for size in mesh.split(",")]
         compute = learner.compute._replace(layout=train_layout(*sizes))
-        limits = learner.limits._replace(shards=compute.layout.batch_shards, sequences=3)
+        limits = learner.limits._replace(shards=compute.layout.batch_shards, sequences_per_shard=3)
         learner = dataclasses.replace(learner, compute=compute, limits=limits)
         model, mesh = compute.model, compute.layout.mesh
         params = hf.load_params(run.folder, model, mesh, jnp.float32)

@@ -50,7 +50,15 @@ from model.params import Gemma3, ModelConfig, Qwen35, abstract_params, combine_p
 from model.placement import num_params, plan_compute, raise_if_too_long, rollout_mesh_text
 from optimizer import abstract_state, apply_update
 from rows import Batch, MicroBatch, RowShape, pack
-from sampling import Stopping, begin, decode, drop_sequences, prefill, smaller_batches, sync_weights
+from sampling import (
+    Stopping,
+    begin_decoding,
+    decode,
+    drop_sequences,
+    prefill,
+    smaller_batches,
+    sync_weights,
+)
 from startup import (
     eval_sampling_of,
     learner_of,
@@ -436,7 +444,7 @@ def rollout_programs(
     key, fewest = jax.eval_shape(jax.random.key, 0), array(mesh, (), jnp.int32)
     static = {"sampling": sampling, "stopping": Stopping(T, stop_ids=(0, 1), pad_id=0)}
     prefix = prefill.eval_shape(weights, rollout, prompt_ids, prompt_mask)
-    state = begin.eval_shape(
+    state = begin_decoding.eval_shape(
         rollout, prompt_ids, prompt_mask, prefix, sequence_ids, earlier, key, width=T, **static
     )
     # In stacked keys and values the dimension of layers comes before that of sequences.

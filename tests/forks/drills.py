@@ -119,7 +119,7 @@ SETTING = Drill(
                 clock.lap("reward")
 """,
             """\
-                totals = totals * cfg.reward_scale
+                rewards = rewards * cfg.reward_scale
                 clock.lap("reward")
 """,
         ),

@@ -120,9 +120,7 @@ class MicroBatch(NamedTuple):
     start: Any  # [X, S+C] int32
     targets: Any  # [X, C] int32
     slots: Any  # [X, Q, T] int32, the targets of each sequence: indices into C; 0 on padding
-    sequence_indices: (
-        Any  # [X*Q] int32, the index of each sequence in its batch; -1: an unused slot
-    )
+    sequence_indices: Any  # [X*Q] int32, of each sequence in its batch; -1: an unused slot
     completion_mask: Any  # [X*Q, T] int32, 1 on the tokens of the loss; 0 in unused slots
     sampling_logps: Any  # [X*Q, T] float32 nats
     advantages: Any  # [X*Q] float32

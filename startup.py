@@ -78,6 +78,7 @@ class Run:
     eval_prompts: list[data.Prompt]  # empty if the run never evaluates
     rollout: RolloutConfig
     learner: LearnerConfig
+    schedule: Schedule  # of the learning rate
     teacher: LearnerConfig | None  # its base has the teacher's weights; None: no teacher
     teacher_folder: Path | None
     mesh_reason: str  # why ROLLOUT_MESH_SHAPE=auto has chosen its mesh, for a line of the log
@@ -290,6 +291,7 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
         stop=hosts.StopSignal(),
     )
     train_compute = with_kernel(cfg, train_compute, jax.devices()[0])
+    decay_steps = cfg.lr_decay_steps or cfg.steps
     return Run(
         cfg=cfg,
         sizes=sizes,
@@ -299,6 +301,7 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
         eval_prompts=eval_prompts,
         rollout=rollout,
         learner=learner_of(cfg, sizes, train_compute, S, stopping.pad_id),
+        schedule=Schedule(cfg.learning_rate, cfg.lr_schedule, cfg.warmup_ratio, decay_steps),
         teacher=None,
         teacher_folder=None,
         mesh_reason=mesh_reason,
@@ -589,13 +592,11 @@ def learner_of(cfg: Config, sizes: Sizes, compute: Compute, S: int, pad_id: int)
         unit=LANES if compute.attention_impl == "splash" else chunk,
         chunk=chunk,
     )
-    decay_steps = cfg.lr_decay_steps or cfg.steps
     return LearnerConfig(
         compute=compute,
         # The settings of policy_loss have the same names in Objective as in Config.
         objective=Objective(**{name: getattr(cfg, name) for name in Objective._fields}),
         optimizer=Optimizer(cfg.optimizer, cfg.weight_decay, cfg.clip_norm),
-        schedule=Schedule(cfg.learning_rate, cfg.lr_schedule, cfg.warmup_ratio, decay_steps),
         temperature=cfg.temperature,
         limits=limits,
         pad_id=pad_id,

@@ -151,7 +151,7 @@ def main(cfg: Config) -> None:
             clock.lap("logps")
 
             # ---- Updates: PPO_EPOCHS times an optimizer step on each mini-batch ------------------
-            lr = learning_rate(step, learner.schedule)
+            lr = learning_rate(step, run.schedule)
             groups = groups_of_updates(P, cfg.num_mini_batches, cfg.ppo_epochs, (cfg.seed, step))
             rollout.stop.raise_if_stopped()  # the last point before the weights change
             state, metrics = update_policy(learner, state, batch, groups, lr)

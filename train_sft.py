@@ -116,7 +116,7 @@ def main(cfg: Config) -> None:
                 life.log.print_line(line)
 
             # ---- Update --------------------------------------------------------------------------
-            lr = learning_rate(step, learner.schedule)
+            lr = learning_rate(step, run.schedule)
             run.rollout.stop.raise_if_stopped()  # the last point before the weights change
             state, metrics = one_update(learner, state, batch, lr)
             clock.lap("update")

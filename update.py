@@ -31,7 +31,7 @@ from model.params import (
     param_shardings,
     trainable_params,
 )
-from optimizer import Optimizer, Schedule, TrainState, optimizer_step
+from optimizer import Optimizer, TrainState, optimizer_step
 from rows import Batch, MicroBatch, RowLimits, pack, plan_rows
 
 # Prefixes of the metrics that are means over tokens with log-probabilities of the trainer.
@@ -45,7 +45,6 @@ class LearnerConfig:
     compute: Compute  # how training computes the model
     objective: Objective
     optimizer: Optimizer
-    schedule: Schedule  # of the learning rate
     temperature: float
     limits: RowLimits  # of the rows
     pad_id: int

@@ -51,7 +51,7 @@ def evaluate(
     log.record_metrics(step, record)
     prefix = "eval_full" if full else "eval"
     if jax.process_index() == 0:
-        correct = are_right(evaluation.per_function)
+        correct = are_right(evaluation.function_rewards)
         entries = completion_entries(run.rollout, evaluation, "correct", correct)
         log.append_entries(
             "eval.jsonl", step, [{"evaluation": prefix} | entry for entry in entries]
@@ -89,9 +89,9 @@ def answer_questions(
         span = slice(i * samples, (i + size) * samples)
         part = jax.tree.map(lambda x, span=span: x[span], completions)
         parts.append(reward_completions(rollout, local_questions[i : i + size], part))
-    rewards, per_function = concatenate_trees(parts)
+    rewards, function_rewards = concatenate_trees(parts)
     stop_ids = rollout.stopping.stop_ids
-    batch = gather_batch(padded, completions, rewards, per_function, stop_ids)
+    batch = gather_batch(padded, completions, rewards, function_rewards, stop_ids)
     clock.lap("reward")
     return batch.select_groups(np.arange(len(questions)))
 
@@ -106,7 +106,7 @@ def evaluation_record(
     """
     samples, split, seconds = run.cfg.eval_samples, run.cfg.eval_split, clock.total()
     prefix, estimates_prefix = ("eval_full", "eval_full/accuracy") if full else ("eval", "eval")
-    correct = are_right(evaluation.per_function).reshape(-1, samples)  # [questions, samples]
+    correct = are_right(evaluation.function_rewards).reshape(-1, samples)  # [questions, samples]
     questions = len(correct)
     accuracy, error = pass_at(correct, 1), standard_error(correct)
     # The powers of two, and the number of samples.

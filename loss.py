@@ -40,7 +40,7 @@ def group_advantages(
     *,
     estimator: str = "grpo",
     scale_rewards: str = "group",
-    per_function: np.ndarray | None = None,
+    function_rewards: np.ndarray | None = None,
     weights: Sequence[float] = (),
 ) -> np.ndarray:
     """Returns the advantage of each completion: [B] float64.
@@ -56,7 +56,7 @@ def group_advantages(
       reinforce    (reward - batch mean) / batch std
       reinforce++  reward - group mean, then divided by the batch std of these differences
       gdpo         grpo for each function, then the weighted sum, divided by its batch std;
-                   weights: [functions]; per_function: [B, functions] rewards, NaN where a
+                   weights: [functions]; function_rewards: [B, functions] rewards, NaN where a
                    function does not apply
       maxrl        (reward - group mean) / (group mean + MEAN_EPS), for rewards of 0 or 1
     Every std has ddof 1, and STD_EPS is added to it.
@@ -82,7 +82,7 @@ def group_advantages(
         count = np.maximum((~np.isnan(groups)).sum(axis=1, keepdims=True), 1)
         advantages = centered / (np.nansum(groups, axis=1, keepdims=True) / count + MEAN_EPS)
     elif estimator == "gdpo":
-        columns = [column.reshape(-1, num_pre_q) for column in per_function.T]
+        columns = [column.reshape(-1, num_pre_q) for column in function_rewards.T]
         scaled = [_centered(c) / (_std(c, axis=1) + STD_EPS) for c in columns]
         total = sum(w * np.nan_to_num(x) for w, x in zip(weights, scaled, strict=True))
         total = np.where(np.isnan(groups), np.nan, total)  # [P, K], again of mean 0

@@ -146,7 +146,7 @@ def step_record(step: Step, rollout: RolloutConfig, local_batch: int) -> dict[st
     are_equal = equal_groups(batch.rewards, batch.completions_per_prompt())
     record["train-other/frac_reward_zero_std"] = are_equal.mean()
     record |= completion_record("train-", rollout, batch)
-    record["train-reward/accuracy"] = mean_without_nan(are_right(batch.per_function))
+    record["train-reward/accuracy"] = mean_without_nan(are_right(batch.function_rewards))
     record |= _spread("train-reward/advantage", batch.advantages, "mean", "std", "min", "max")
     record["train-reward/advantage/zero_frac"] = (batch.advantages == 0).mean()
     record |= _spread("train-seq_len/prompt", prompt_lengths, "mean", "max")
@@ -197,19 +197,19 @@ def dynamic_sampling_metrics(
         "rounds": len(rounds),
         "kept_frac": 1 - are_equal.mean(),
         "reward_mean": mean_without_nan(sampled.rewards),
-        "accuracy": mean_without_nan(are_right(sampled.per_function)),
+        "accuracy": mean_without_nan(are_right(sampled.function_rewards)),
         "hit_max_frac": 1 - sampled.stopped.mean(),
     }
     return {f"dynamic_sampling/{name}": float(value) for name, value in metrics.items()}
 
 
-def are_right(per_function: np.ndarray) -> np.ndarray:
+def are_right(function_rewards: np.ndarray) -> np.ndarray:
     """[completions] float64: 1 for a right completion, else 0; NaN where the function does not
     apply. Right means that the first reward function gives at least 1.
 
-    per_function: [completions, functions] rewards.
+    function_rewards: [completions, functions] rewards.
     """
-    reward = per_function[:, 0]
+    reward = function_rewards[:, 0]
     return np.where(np.isnan(reward), np.nan, reward >= 1)
 
 
@@ -217,7 +217,7 @@ def completion_record(prefix: str, rollout: RolloutConfig, batch: Batch) -> dict
     """The metrics of completions, of a step or an evaluation: their rewards, their lengths and,
     with an environment, their turns."""
     record = _spread(f"{prefix}reward/total", batch.rewards, "mean", "std", "min", "max")
-    for function, column in zip(rollout.functions, batch.per_function.T, strict=True):
+    for function, column in zip(rollout.functions, batch.function_rewards.T, strict=True):
         record[f"{prefix}reward/func/{function.__name__}/mean"] = mean_without_nan(column)
     record |= _spread(f"{prefix}seq_len/completion", batch.lengths, "mean", "max")
     record[f"{prefix}seq_len/completion/hit_max_frac"] = 1 - batch.stopped.mean()
@@ -284,7 +284,7 @@ def completion_entries(
         {
             "text": text,
             "reward": batch.rewards[i],
-            "rewards": dict(zip(names, batch.per_function[i], strict=True)),
+            "rewards": dict(zip(names, batch.function_rewards[i], strict=True)),
             "tokens": batch.lengths[i],
             "ended": ENDED[int(batch.stopped[i])],
             name: values[i],

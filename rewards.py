@@ -297,13 +297,13 @@ def total_rewards(
     function does not apply, and a total is NaN where no function applies.
     Raises UserMistake if a returned list is wrong.
     """
-    per_function = np.full((len(completions), len(functions)), np.nan)
+    function_rewards = np.full((len(completions), len(functions)), np.nan)
     for column, function in enumerate(functions):
         returned = function(completions, **columns)
-        per_function[:, column] = _as_floats(function, returned, len(completions))
-    applies = ~np.isnan(per_function)  # [completions, functions]
-    totals = np.where(applies, per_function * np.asarray(weights, float), 0.0).sum(axis=1)
-    return np.where(applies.any(axis=1), totals, np.nan), per_function
+        function_rewards[:, column] = _as_floats(function, returned, len(completions))
+    applies = ~np.isnan(function_rewards)  # [completions, functions]
+    totals = np.where(applies, function_rewards * np.asarray(weights, float), 0.0).sum(axis=1)
+    return np.where(applies.any(axis=1), totals, np.nan), function_rewards
 
 
 def reward_entries(reward_fn: str) -> list[str]:

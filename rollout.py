@@ -22,7 +22,7 @@ from infra.mistakes import UserMistake
 from infra.sizes import prompt_width
 from loss import equal_groups
 from model.layout import concatenate_trees, gather_processes, slice_of_process
-from model.network import Compute
+from model.network import ComputeConfig
 from model.next_token import Sampling
 from rewards import RewardFunction, total_rewards
 from rows import Batch
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 class RolloutConfig:
     """How completions are sampled and rewarded, in training steps and in evaluations."""
 
-    compute: Compute  # how the sampler computes the model
+    compute: ComputeConfig  # how the sampler computes the model
     sampling: Sampling  # in training steps
     eval_sampling: Sampling  # in evaluations
     stopping: Stopping
@@ -175,17 +175,17 @@ def gather_batch(
     prompts: list[data.Prompt],
     completions: Completions,
     rewards: np.ndarray,
-    per_function: np.ndarray,
+    function_rewards: np.ndarray,
     stop_ids: tuple[int, ...],
 ) -> Batch:
     """The sequences of all processes as a Batch, on every process.
 
     prompts: of all processes, each once. completions [count, T], rewards [count] and
-    per_function [count, functions]: of this process.
+    function_rewards [count, functions]: of this process.
     """
     arrays = {name: x for name, x in completions._asdict().items() if x is not None}
     del arrays["sequence_ids"]
-    arrays |= {"rewards": rewards, "per_function": per_function}
+    arrays |= {"rewards": rewards, "function_rewards": function_rewards}
     arrays["completion_mask"] = completions.drawn_mask
     # A completion has stopped if its last token is a stop token that the policy has drawn.
     last = completions.lengths[:, None] - 1
@@ -214,7 +214,7 @@ def have_equal_rewards(
     """[P] bool: whether all rewards of a group are equal. For gdpo the rewards of each function
     whose weight is not 0 have to be equal."""
     is_compared = np.asarray(reward_weights) != 0  # [functions]
-    rewards = batch.per_function[:, is_compared] if adv_estimator == "gdpo" else batch.rewards
+    rewards = batch.function_rewards[:, is_compared] if adv_estimator == "gdpo" else batch.rewards
     return equal_groups(rewards, batch.completions_per_prompt())
 
 

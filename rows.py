@@ -69,7 +69,7 @@ class Batch(NamedTuple):
     drawn_mask: np.ndarray | None = None  # [B, T] int32, 1 on the tokens that the policy has drawn
     stopped: np.ndarray | None = None  # [B] bool: it ended with a stop token and was not cut off
     rewards: np.ndarray | None = None  # [B] float64, weighted total; NaN: no function applies
-    per_function: np.ndarray | None = None  # [B, functions] float64; NaN: it does not apply
+    function_rewards: np.ndarray | None = None  # [B, functions] float64; NaN: it does not apply
     advantages: np.ndarray | None = None  # [B] float64
     old_logps: np.ndarray | None = None  # [B, T] float32 nats
     ref_logps: np.ndarray | None = None  # [B, T] float32 nats

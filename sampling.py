@@ -20,7 +20,7 @@ from infra.sizes import PASS_SIZES, prompt_share
 from model.attention import Cache, map_kv, prompt_rows
 from model.layout import TRAIN_BATCH_AXES, concatenate_trees, constrain, local_part, shard_batch
 from model.logps import dot
-from model.network import Compute, forward, forward_token, split_prefix
+from model.network import ComputeConfig, forward, forward_token, split_prefix
 from model.next_token import Sampling, draw_tokens, support_size
 from model.params import (
     Params,
@@ -63,7 +63,7 @@ class NaiveBackend:
     """ROLLOUT_BACKEND=naive: samples completions with the programs of this file, on the devices of
     all processes; token ids in, token ids out."""
 
-    def __init__(self, compute: Compute, stopping: Stopping, drop_ended: bool) -> None:
+    def __init__(self, compute: ComputeConfig, stopping: Stopping, drop_ended: bool) -> None:
         self._compute = compute
         self._stopping = stopping
         self._drop_ended = drop_ended
@@ -143,7 +143,7 @@ Backend: TypeAlias = "NaiveBackend | SglangBackend"  # the same public methods
 
 
 @functools.lru_cache
-def sync_weights(compute: Compute) -> Callable[[Params], Params]:
+def sync_weights(compute: ComputeConfig) -> Callable[[Params], Params]:
     """The jitted program that copies Params to the mesh, the dtype and the layer_loop of `compute`.
     If the rollout shares LoRA's base with training, it copies only the adapters.
 
@@ -164,7 +164,7 @@ def sync_weights(compute: Compute) -> Callable[[Params], Params]:
 
 def decode_all(
     params: Params,
-    compute: Compute,
+    compute: ComputeConfig,
     decoding: "Decoding",
     *,
     sampling: Sampling,
@@ -230,7 +230,9 @@ def smaller_batches(count: int) -> list[int]:
 
 
 @functools.partial(jax.jit, static_argnames=("compute",))
-def prefill(params: Params, compute: Compute, prompt_ids: jax.Array, prompt_mask: jax.Array) -> Any:
+def prefill(
+    params: Params, compute: ComputeConfig, prompt_ids: jax.Array, prompt_mask: jax.Array
+) -> Any:
     """The KV of the prompts [P, S+1] without their last token, as `forward` returns it."""
     ids, positions, mask = split_prefix(prompt_ids, prompt_mask)
     _, prefix = forward(params, compute, ids, positions, rows=prompt_rows(mask))
@@ -261,7 +263,7 @@ class Decoding(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("compute", "width", "sampling", "stopping"))
 def begin_decoding(
-    compute: Compute,
+    compute: ComputeConfig,
     prompt_ids: jax.Array,
     prompt_mask: jax.Array,
     prefix: Any,
@@ -315,7 +317,7 @@ def begin_decoding(
 )
 def decode(
     params: Params,
-    compute: Compute,
+    compute: ComputeConfig,
     decoding: Decoding,
     pause_at: jax.Array,
     *,
@@ -372,7 +374,7 @@ def decode(
 
 @functools.partial(jax.jit, static_argnames=("compute", "size"))
 def drop_sequences(
-    compute: Compute, decoding: Decoding, *, size: int
+    compute: ComputeConfig, decoding: Decoding, *, size: int
 ) -> tuple[Decoding, jax.Array, dict[str, jax.Array]]:
     """The Decoding of `size` sequences of each shard, among them all unfinished ones; then the
     sequence_ids and the outputs of the dropped sequences.
@@ -410,13 +412,13 @@ def widen(decoding: Decoding, *, end: int) -> Decoding:
     return decoding._replace(completion=map_kv(lambda kv: kv.widen(end), decoding.completion))
 
 
-def _split_sequences(arrays: Any, compute: Compute, axis: int = 0) -> Any:
+def _split_sequences(arrays: Any, compute: ComputeConfig, axis: int = 0) -> Any:
     """The arrays with their sequences split over the devices, as attention needs them. Without it
     constants would be replicated. axis: the dimension of the sequences."""
     axes = (*[None] * axis, compute.layout.batch_axes)
     return jax.tree.map(lambda x: constrain(x, compute.layout, *axes), arrays)
 
 
-def _kv_axis(compute: Compute) -> int:
+def _kv_axis(compute: ComputeConfig) -> int:
     """The dimension of the sequences in a KV; in stacked layers the layers come first."""
     return int(compute.layer_loop == "scan")

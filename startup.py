@@ -46,7 +46,7 @@ from metrics import DRIFT_LEVELS
 from model import hf, lora, placement
 from model.layout import mesh_text
 from model.linear_attention import CHUNK
-from model.network import Compute
+from model.network import ComputeConfig
 from model.next_token import Sampling
 from model.params import ModelConfig, Params, combine_params
 from model.splash import LANES
@@ -85,7 +85,7 @@ class Run:
 
 
 def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | None]:
-    """The run, its life-cycle, the sampler, the training state, and the reference of BETA or None.
+    """The run, its lifecycle, the sampler, the training state, and the reference of BETA or None.
 
     Ends the program after a user's mistake.
     """
@@ -127,7 +127,7 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
             jax.block_until_ready((base, state, ref_params))
         log = open_log(run, out, progress)
         reviewer = open_reviewer(out, log)
-        life = Lifecycle(
+        lifecycle = Lifecycle(
             cfg=cfg,
             out=out,
             log=log,
@@ -136,7 +136,7 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
             reviewer=reviewer,
             began=began,
         )
-        life.claim_folder({"state": state})
+        lifecycle.claim_folder({"state": state})
         run.rollout.stop.watch(cfg.preemption_grace_s)
         if reviewer:
             reviewer.write(RUNNING)
@@ -144,10 +144,10 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
         if backend:
             backend.close()
         exit_with_mistakes(error)
-    return run, life, backend, state, ref_params
+    return run, lifecycle, backend, state, ref_params
 
 
-def read_base(folder: Path, compute: Compute) -> Params | None:
+def read_base(folder: Path, compute: ComputeConfig) -> Params | None:
     """LoRA's frozen weights, or None without LoRA. They have the dtype and the arrangement that
     `forward` needs, so that no program copies them. Raises UserMistake."""
     if not compute.model.lora:
@@ -206,7 +206,7 @@ def dtype_note(dtype: str) -> str:
     return f"note: {device.device_kind} has no bfloat16, so DTYPE=auto is float32\n"
 
 
-def lora_line(model: ModelConfig, rollout_compute: Compute) -> str:
+def lora_line(model: ModelConfig, rollout_compute: ComputeConfig) -> str:
     """A line about the adapters, and about their base: that the rollout shares it with training, or
     how much memory the rollout's copy takes. Empty without LoRA."""
     if model.lora is None:
@@ -277,8 +277,8 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     )
     rollout = RolloutConfig(
         compute=rollout_compute,
-        sampling=sampling_of(cfg),
-        eval_sampling=eval_sampling_of(cfg),
+        sampling=make_sampling(cfg),
+        eval_sampling=make_eval_sampling(cfg),
         stopping=stopping,
         tokenizer=tokenizer,
         chat_format=chat_format,
@@ -300,7 +300,7 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
         train_prompts=train_prompts,
         eval_prompts=eval_prompts,
         rollout=rollout,
-        learner=learner_of(cfg, sizes, train_compute, S, stopping.pad_id),
+        learner=make_learner(cfg, sizes, train_compute, S, stopping.pad_id),
         schedule=Schedule(cfg.learning_rate, cfg.lr_schedule, cfg.warmup_ratio, decay_steps),
         teacher=None,
         teacher_folder=None,
@@ -504,7 +504,7 @@ def open_sglang() -> ModuleType:
     return import_side_file("extras.sglang", "ROLLOUT_BACKEND=sglang_jax")
 
 
-def with_kernel(cfg: Config, compute: Compute, device: jax.Device) -> Compute:
+def with_kernel(cfg: Config, compute: ComputeConfig, device: jax.Device) -> ComputeConfig:
     """The compute of training, with the kernel if POLICY_LOSS_IMPL=pallas. Raises UserMistake if
     the model is too wide for the kernel."""
     if cfg.policy_loss_impl == "jax":
@@ -526,7 +526,7 @@ def with_teacher(run: Run) -> Run:
     S, longest = rollout.max_prompt_width - 1, max(len(prompt.ids) for prompt in run.train_prompts)
     student = run.folder, run.learner.compute.model.vocab_size
     folder, compute = open_teacher(cfg).read_teacher(cfg, *student, sizes, S, longest)
-    teacher = learner_of(cfg, sizes, compute, S, rollout.stopping.pad_id)
+    teacher = make_learner(cfg, sizes, compute, S, rollout.stopping.pad_id)
     return dataclasses.replace(run, teacher=teacher, teacher_folder=folder)
 
 
@@ -567,19 +567,21 @@ def open_hub(cfg: Config) -> ModuleType:
 # ---- Settings as the modules take them -----------------------------------------------------------
 
 
-def sampling_of(cfg: Config) -> Sampling:
+def make_sampling(cfg: Config) -> Sampling:
     return Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, replay=cfg.replays())
 
 
-def eval_sampling_of(cfg: Config) -> Sampling:
+def make_eval_sampling(cfg: Config) -> Sampling:
     """The settings of sampling in evaluations; greedy decoding has temperature 0 and no filters."""
     temperature = cfg.eval_temperature or (cfg.temperature if cfg.eval_samples > 1 else 0.0)
     if temperature == 0:
         return Sampling(temperature=0.0)
-    return sampling_of(cfg)._replace(temperature=temperature, replay=False)
+    return make_sampling(cfg)._replace(temperature=temperature, replay=False)
 
 
-def learner_of(cfg: Config, sizes: Sizes, compute: Compute, S: int, pad_id: int) -> LearnerConfig:
+def make_learner(
+    cfg: Config, sizes: Sizes, compute: ComputeConfig, S: int, pad_id: int
+) -> LearnerConfig:
     """The learner of a run. S: the padded tokens of its longest prompt but the last one."""
     shards, processes = compute.layout.batch_shards, sizes.global_batch // sizes.local_batch
     chunk = CHUNK if compute.model.qwen35 else 1  # it divides LANES
@@ -605,7 +607,7 @@ def learner_of(cfg: Config, sizes: Sizes, compute: Compute, S: int, pad_id: int)
     )
 
 
-def drift_level(cfg: Config, train_compute: Compute, rollout_compute: Compute) -> float:
+def drift_level(cfg: Config, train_compute: ComputeConfig, rollout_compute: ComputeConfig) -> float:
     """The level of DRIFT_LEVELS for the dtypes of a run. It is infinite if the sampler's
     log-probabilities are those of a filtered distribution, which the trainer does not replay."""
     if cfg.filters_logps():

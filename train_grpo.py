@@ -70,12 +70,12 @@ from rollout import (
 )
 from rows import Batch
 from startup import Run, drift_level, export, start
-from update import LearnerConfig, compute_batch_logps_and_entropies, one_update
+from update import LearnerConfig, compute_batch_logps_and_entropies, train_on_mini_batch
 
 
 def main(cfg: Config) -> None:
     """Trains the model for STEPS steps, evaluates it on the way, and exports it."""
-    run, life, backend, state, ref_params = start(cfg)
+    run, lifecycle, backend, state, ref_params = start(cfg)
     learner, rollout, reward_weights = run.learner, run.rollout, run.rollout.reward_weights
     P, K = run.sizes.prompts_per_step, cfg.num_pre_q
     rollout_key, eval_key = jax.random.split(jax.random.key(cfg.seed))
@@ -85,16 +85,18 @@ def main(cfg: Config) -> None:
         return combine_params(learner.base, state.params)
 
     def evaluate_now(full: bool = False) -> float:
-        return evaluate(run, life.log, backend, eval_key, params(), life.progress.step, full)
+        return evaluate(
+            run, lifecycle.log, backend, eval_key, params(), lifecycle.progress.step, full
+        )
 
     def save() -> None:
-        life.save({"state": state})
+        lifecycle.save({"state": state})
 
     # After SIGTERM or Ctrl-C `ending` saves a checkpoint and ends the program.
-    with contextlib.closing(backend), life.ending(save):
+    with contextlib.closing(backend), lifecycle.ending(save):
         # The baseline; in a resumed run, what its last step still lacked.
-        life.evaluate_and_save(evaluate_now, save)
-        first_step = life.progress.step
+        lifecycle.evaluate_and_save(evaluate_now, save)
+        first_step = lifecycle.progress.step
         for step in range(first_step, cfg.steps):
             clock = Clock(PHASES)
 
@@ -104,7 +106,7 @@ def main(cfg: Config) -> None:
             rounds: list[Batch] = []
             # A step has one round, unless DYNAMIC_SAMPLING needs more.
             while not has_enough_groups(cfg, rounds, reward_weights):
-                round_number = life.progress.rounds + len(rounds)  # of the run, from 0
+                round_number = lifecycle.progress.rounds + len(rounds)  # of the run, from 0
                 # [P], the same on every process
                 prompts = prompts_of_round(rollout, run.train_prompts, P, K, round_number, cfg.seed)
                 key = jax.random.fold_in(rollout_key, round_number)
@@ -120,12 +122,14 @@ def main(cfg: Config) -> None:
                 )  # of this process, [local_batch, T]
                 clock.lap("rollout_generate")
                 # [local_batch] and [local_batch, functions]
-                rewards, per_function = reward_completions(
+                rewards, function_rewards = reward_completions(
                     rollout, slice_of_process(prompts), completions
                 )
                 clock.lap("reward")
                 stop_ids = rollout.stopping.stop_ids
-                rounds.append(gather_batch(prompts, completions, rewards, per_function, stop_ids))
+                rounds.append(
+                    gather_batch(prompts, completions, rewards, function_rewards, stop_ids)
+                )
                 clock.lap("shard")  # MLLM-JAX's name of this phase
             backend.release()
 
@@ -137,7 +141,7 @@ def main(cfg: Config) -> None:
                 K,
                 estimator=cfg.adv_estimator,
                 scale_rewards=cfg.scale_rewards,
-                per_function=batch.per_function,
+                function_rewards=batch.function_rewards,
                 weights=reward_weights,
             )  # [B] float64
             # MASK_TRUNCATED_COMPLETIONS leaves completions that were cut off out of the loss.
@@ -162,19 +166,19 @@ def main(cfg: Config) -> None:
                 metrics |= dynamic_sampling_metrics(rounds, cfg.adv_estimator, reward_weights)
             metrics["learning_rate"] = lr
             sampled_tokens = sum(int(sampled.drawn_mask.sum()) for sampled in rounds)
-            log_step(run, life.log, Step(step, metrics, batch, sampled_tokens, clock))
+            log_step(run, lifecycle.log, Step(step, metrics, batch, sampled_tokens, clock))
             if step == first_step:
                 raise_if_logps_differ(metrics, drift_level(cfg, learner.compute, rollout.compute))
 
-            life.count_step(len(rounds), nonfinite_metric(metrics))
+            lifecycle.count_step(len(rounds), nonfinite_metric(metrics))
 
             # ---- Evaluation on held-out questions and a checkpoint, if they are due --------------
-            life.evaluate_and_save(evaluate_now, save)
+            lifecycle.evaluate_and_save(evaluate_now, save)
 
         if cfg.eval_full_sweep:  # the last checkpoint is saved before this long evaluation
             evaluate_now(full=True)
-    with life.ending(save):
-        life.finish(lambda: export(run, life.out, params()))
+    with lifecycle.ending(save):
+        lifecycle.finish(lambda: export(run, lifecycle.out, params()))
 
 
 # ---- Log-probabilities before the first update ---------------------------------------------------
@@ -233,7 +237,7 @@ def update_policy(
         mini_batch = batch.select_groups(groups)
         if not updates:  # The policy is still the old one, and micro_step computes its logps.
             mini_batch = mini_batch._replace(old_logps=None)
-        state, metrics = one_update(learner, state, mini_batch, lr)
+        state, metrics = train_on_mini_batch(learner, state, mini_batch, lr)
         updates.append(metrics)
         if nonfinite_metric(metrics):
             break

@@ -75,12 +75,12 @@ from model.params import Params, combine_params
 from optimizer import learning_rate
 from rows import Batch
 from startup import Run, export, start
-from update import compute_batch_logps_and_entropies, one_update
+from update import compute_batch_logps_and_entropies, train_on_mini_batch
 
 
 def main(cfg: Config) -> None:
     """Trains the model for STEPS steps, evaluates it on the way, and exports it."""
-    run, life, backend, state, _ = start(cfg)
+    run, lifecycle, backend, state, _ = start(cfg)
     learner, P = run.learner, run.sizes.prompts_per_step
     _, eval_key = jax.random.split(jax.random.key(cfg.seed))
 
@@ -91,19 +91,21 @@ def main(cfg: Config) -> None:
     def evaluate_now(full: bool = False) -> float:
         """The score that is highest for the best checkpoint: the accuracy, or without a REWARD_FN
         exp(-loss), the geometric mean of the probabilities of the tokens trained on."""
-        loss = evaluate_loss(run, life.log, params(), life.progress.step, full)
+        loss = evaluate_loss(run, lifecycle.log, params(), lifecycle.progress.step, full)
         if not run.rollout.functions:
             return math.exp(-loss)
-        return evaluate(run, life.log, backend, eval_key, params(), life.progress.step, full)
+        return evaluate(
+            run, lifecycle.log, backend, eval_key, params(), lifecycle.progress.step, full
+        )
 
     def save() -> None:
-        life.save({"state": state})
+        lifecycle.save({"state": state})
 
     # After SIGTERM or Ctrl-C `ending` saves a checkpoint and ends the program.
-    with contextlib.closing(backend), life.ending(save):
+    with contextlib.closing(backend), lifecycle.ending(save):
         # The baseline; in a resumed run, what its last step still lacked.
-        life.evaluate_and_save(evaluate_now, save)
-        for step in range(life.progress.step, cfg.steps):
+        lifecycle.evaluate_and_save(evaluate_now, save)
+        for step in range(lifecycle.progress.step, cfg.steps):
             clock = Clock(["update"])
 
             # ---- Batch: P demonstrations, the same on every process -----------------------------
@@ -113,23 +115,23 @@ def main(cfg: Config) -> None:
                 learnt = batch.completion_ids[0][batch.completion_mask[0] > 0]
                 text = shorten(run.rollout.tokenizer.decode(learnt))
                 line = f"learnt of {batch.prompts[0].source}: {escape_control_characters(text)}"
-                life.log.print_line(line)
+                lifecycle.log.print_line(line)
 
             # ---- Update --------------------------------------------------------------------------
             lr = learning_rate(step, run.schedule)
             run.rollout.stop.raise_if_stopped()  # the last point before the weights change
-            state, metrics = one_update(learner, state, batch, lr)
+            state, metrics = train_on_mini_batch(learner, state, batch, lr)
             clock.lap("update")
 
             # ---- Log -----------------------------------------------------------------------------
-            log_step(run, life.log, step, batch, metrics | {"learning_rate": lr}, clock)
-            life.count_step(1, nonfinite_metric(metrics))
-            life.evaluate_and_save(evaluate_now, save)
+            log_sft_step(run, lifecycle.log, step, batch, metrics | {"learning_rate": lr}, clock)
+            lifecycle.count_step(1, nonfinite_metric(metrics))
+            lifecycle.evaluate_and_save(evaluate_now, save)
 
         if cfg.eval_full_sweep:  # the last checkpoint is saved before this long evaluation
             evaluate_now(full=True)
-    with life.ending(save):
-        life.finish(lambda: export(run, life.out, params()))
+    with lifecycle.ending(save):
+        lifecycle.finish(lambda: export(run, lifecycle.out, params()))
 
 
 def batch_of(demonstrations: list[Demonstration], T: int) -> Batch:
@@ -165,11 +167,11 @@ def evaluate_loss(run: Run, log: RunLog, params: Params, step: int, full: bool) 
     return loss
 
 
-def log_step(
+def log_sft_step(
     run: Run, log: RunLog, step: int, batch: Batch, metrics: dict[str, float], clock: Clock
 ) -> None:
-    """Prints the lines of a step and writes its record. metrics: of one_update and the learning
-    rate."""
+    """Prints the lines of a step and writes its record. metrics: of train_on_mini_batch and the
+    learning rate."""
     seconds, learnt = clock.total(), int(batch.completion_mask.sum())
     log.print_line(
         f"step={step} loss={metrics['loss']:z.6f} tokens={learnt} dt={seconds:.2f}s"

@@ -1,5 +1,5 @@
-"""An update: micro_step adds the gradient of a micro-batch to a sum, and one_update runs it for all
-micro-batches of a mini-batch and applies the sum with optimizer.py.
+"""An update: micro_step adds the gradient of a micro-batch to a sum, and train_on_mini_batch runs
+it for all micro-batches of a mini-batch and applies the sum with optimizer.py.
 
 Dimensions as in rows.py: X packed rows of a micro-batch, each with S slots for prompts,
 C for completions and Q for sequences; T completion tokens, padded to MAX_LENGTH_SAMPLE.
@@ -21,7 +21,7 @@ from loss import MERGE, Objective, policy_loss
 from model.attention import PackedRows
 from model.layout import gather_processes, local_part, shard_batch, slice_of_process
 from model.logps import token_logps
-from model.network import Compute, forward
+from model.network import ComputeConfig, forward
 from model.params import (
     Params,
     arrange_layers,
@@ -42,7 +42,7 @@ COMPUTED_TOKEN_METRICS = ("sampling_logp_difference/", "is_weight/")
 class LearnerConfig:
     """How a batch becomes updates of the weights."""
 
-    compute: Compute  # how training computes the model
+    compute: ComputeConfig  # how training computes the model
     objective: Objective
     optimizer: Optimizer
     temperature: float
@@ -64,7 +64,7 @@ def loss_denominators(batch: Batch) -> dict[str, np.ndarray]:
 
 @functools.partial(jax.jit, static_argnames=("temperature", "compute"), inline=True)
 def compute_logps_and_entropies(
-    params: Params, micro_batch: MicroBatch, temperature: float, compute: Compute
+    params: Params, micro_batch: MicroBatch, temperature: float, compute: ComputeConfig
 ) -> tuple[jax.Array, jax.Array]:
     """The log-probabilities of the completion tokens, and the entropies over the vocabulary where
     they are drawn, both [X*Q, T] float32 nats.
@@ -100,7 +100,7 @@ def micro_step(
     *,
     objective: Objective,
     temperature: float,
-    compute: Compute,
+    compute: ComputeConfig,
 ) -> tuple[Params, dict[str, jax.Array]]:
     """The sum of gradients with that of this micro-batch added, and the micro-batch's part of the
     metrics, which merge_metrics merges.
@@ -215,7 +215,7 @@ def pack_to_devices(
     return micro_batches
 
 
-def one_update(
+def train_on_mini_batch(
     learner: LearnerConfig, state: TrainState, mini_batch: Batch, lr: float
 ) -> tuple[TrainState, dict[str, float]]:
     """The state after one optimizer step on the mini-batch, and the metrics of this update."""

@@ -24,7 +24,7 @@ from infra.mistakes import UserMistake, reading
 from infra.sizes import Sizes
 from model import hf
 from model.layout import mesh_text
-from model.network import Compute
+from model.network import ComputeConfig
 from model.params import ModelConfig
 from model.placement import num_params, plan_compute, raise_if_too_long
 from update import LearnerConfig
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 def read_teacher(
     cfg: "Config", student_folder: Path, vocab_size: int, sizes: Sizes, S: int, longest: int
-) -> tuple[Path, Compute]:
+) -> tuple[Path, ComputeConfig]:
     """The folder of the teacher, and how it is computed. Prints its size; no weight is read.
 
     vocab_size: of the student. S: as for plan_compute. longest: tokens of the longest prompt.
@@ -86,7 +86,7 @@ def plan_teacher(
     sizes: Sizes,
     S: int,
     devices: Sequence[jax.Device],
-) -> Compute:
+) -> ComputeConfig:
     """How the teacher is computed: on MESH_SHAPE and in the dtype of training. vocab_size: of the
     student. Raises UserMistake."""
     # It samples nothing, so the rollout's settings need not suit it.
@@ -96,7 +96,7 @@ def plan_teacher(
     return compute._replace(model=dataclasses.replace(model, vocab_size=rows))
 
 
-def gib_per_device(compute: Compute) -> float:
+def gib_per_device(compute: ComputeConfig) -> float:
     mesh = compute.layout.mesh
     shards = mesh.shape["fsdp"] * mesh.shape["tp"]
     return num_params(compute.model) * compute.dtype.itemsize / shards / 2**30

@@ -55,7 +55,7 @@ Rotary = tuple[jax.Array, jax.Array]  # cos and sin of the rotary angles
 SHORT_TOKENS = 224
 
 
-class Compute(NamedTuple):
+class ComputeConfig(NamedTuple):
     """A model and how it is computed. Apart from rounding, results depend only on the model.
 
     It is hashable, so that jitted functions can take it as a static argument.
@@ -83,7 +83,7 @@ def split_prefix(prompt_ids: jax.Array, prompt_mask: jax.Array) -> tuple[jax.Arr
 
 
 def forward(
-    params: Params, compute: Compute, ids: jax.Array, positions: jax.Array, rows: PackedRows
+    params: Params, compute: ComputeConfig, ids: jax.Array, positions: jax.Array, rows: PackedRows
 ) -> tuple[jax.Array, KV | tuple[KV, ...]]:
     """The final hidden states of `ids`, whose products with the lm_head are the logits, and their
     keys and values, for prefill and training.
@@ -141,7 +141,7 @@ def forward(
 
 
 def forward_token(
-    params: Params, compute: Compute, token: jax.Array, position: jax.Array, cache: Cache
+    params: Params, compute: ComputeConfig, token: jax.Array, position: jax.Array, cache: Cache
 ) -> tuple[jax.Array, KV | tuple[KV, ...]]:
     """The final hidden states of one new token of each sequence, for decode.
 
@@ -185,7 +185,7 @@ def forward_token(
 # a CPU. In decode X is B, and t is 1.
 
 
-def _embed(embed: jax.Array, ids: jax.Array, compute: Compute) -> jax.Array:
+def _embed(embed: jax.Array, ids: jax.Array, compute: ComputeConfig) -> jax.Array:
     """The embeddings [X*t, D] of ids [X, t].
 
     fsdp splits D of the table, so each device looks up a slice of D for the tokens of all devices
@@ -232,7 +232,7 @@ def _weights_of_period(params: Params, i: int | jax.Array) -> LayerWeights:
     return LayerWeights(select_layer(params.layers, i), select_layer(params.adapters, i))
 
 
-def _cast_and_gather(w: LayerWeights, compute: Compute) -> LayerWeights:
+def _cast_and_gather(w: LayerWeights, compute: ComputeConfig) -> LayerWeights:
     """The weights of a layer in compute.dtype, gathered over fsdp."""
     table = param_table(compute.model)
     *linear, leaves = LayerWeights(table.layers, table.adapters).layers_of_period()
@@ -247,7 +247,7 @@ def _cast_and_gather(w: LayerWeights, compute: Compute) -> LayerWeights:
 
 
 def _linear_layer(
-    x: jax.Array, w: LayerWeights, compute: Compute, attend: Callable[..., Any]
+    x: jax.Array, w: LayerWeights, compute: ComputeConfig, attend: Callable[..., Any]
 ) -> tuple[jax.Array, State]:
     """The output [X*t, D] of a linear layer, and its State. x: its input [X*t, D]. attend:
     linear_attention of rows, or linear_attention_token of states."""
@@ -265,7 +265,7 @@ def _linear_layer(
 
 
 def _qkv(
-    x: jax.Array, w: LayerWeights, compute: Compute, rotary: Rotary
+    x: jax.Array, w: LayerWeights, compute: ComputeConfig, rotary: Rotary
 ) -> tuple[jax.Array, KV, jax.Array | None]:
     """Rotated queries [X, t, H, h], the KV, and in Qwen3.5 the gate [X, t, H, h] of attention, of
     the input [X*t, D] of a layer."""
@@ -292,7 +292,11 @@ def _qkv(
 
 
 def _after_attention(
-    x: jax.Array, out: jax.Array, w: LayerWeights, compute: Compute, gate: jax.Array | None = None
+    x: jax.Array,
+    out: jax.Array,
+    w: LayerWeights,
+    compute: ComputeConfig,
+    gate: jax.Array | None = None,
 ) -> jax.Array:
     """The output [X*t, D] of a layer. x: its input [X*t, D]. out: of its attention, [X, t, H*h].
     gate: from _qkv."""

@@ -26,7 +26,7 @@ from model.layout import (
     mesh_text,
 )
 from model.linear_attention import CHUNK
-from model.network import Compute
+from model.network import ComputeConfig
 from model.params import ModelConfig, param_table, raise_if_indivisible
 from model.splash import LANES, MAX_COMPLETION_TOKENS, MAX_ROW_TOKENS
 
@@ -42,8 +42,8 @@ MEMORY_SHARE = 0.4
 
 def plan_compute(
     cfg: "Config", model: ModelConfig, sizes: Sizes, S: int, devices: Sequence[jax.Device]
-) -> tuple[Compute, Compute, str]:
-    """The Compute of training, that of the rollout, and the reason for the mesh that
+) -> tuple[ComputeConfig, ComputeConfig, str]:
+    """The ComputeConfig of training, that of the rollout, and the reason for the mesh that
     ROLLOUT_MESH_SHAPE=auto has chosen.
 
     devices: they need not exist on this machine. Raises UserMistake for settings that the devices
@@ -83,7 +83,7 @@ def plan_compute(
     tokens = [prompts * -(-n // chunk) * chunk for n in (S, sequences // prompts * T)]
     row_tokens = sum(-(-n // LANES) * LANES for n in tokens)
     impl = choose_attention(cfg.attention_impl, model, platform, mesh.shape["tp"], row_tokens, T)
-    training = Compute(
+    training = ComputeConfig(
         model,
         dtype=jnp.dtype(dtype),
         layout=layout,
@@ -91,7 +91,7 @@ def plan_compute(
         attention_impl=impl,
         layer_loop=choose_layer_loop(platform, cfg.remat),
     )
-    if cfg.rollout_backend == "sglang_jax":  # the Compute of the weights that the engine gets
+    if cfg.rollout_backend == "sglang_jax":  # the ComputeConfig of the weights that the engine gets
         name = dtype if cfg.sglang_jax_dtype == "auto" else cfg.sglang_jax_dtype
         rollout = training._replace(dtype=jnp.dtype(name), remat="none", layer_loop="unroll")
         merged = dataclasses.replace(model, lora=None)
@@ -114,7 +114,9 @@ def plan_compute(
     return training, rollout, f"; {reason}" if cfg.rollout_mesh_shape == "auto" else ""
 
 
-def copies_base(cfg: "Config", training: Compute, devices: Sequence[jax.Device], tp: int) -> bool:
+def copies_base(
+    cfg: "Config", training: ComputeConfig, devices: Sequence[jax.Device], tp: int
+) -> bool:
     """Whether the rollout has a copy of LoRA's base, which is split over `tp` devices.
 
     auto: on a GPU, where the scan over the shared base copies every layer for every token, if both
@@ -140,7 +142,7 @@ def raise_if_too_long(max_length_sample: int, model: ModelConfig, longest: int) 
         )
 
 
-def rollout_mesh_text(cfg: "Config", rollout: Compute) -> str:
+def rollout_mesh_text(cfg: "Config", rollout: ComputeConfig) -> str:
     """The mesh of the rollout, as ROLLOUT_MESH_SHAPE writes it; an engine has all devices on tp."""
     mesh = rollout.layout.mesh
     return mesh_text(mesh) if cfg.rollout_backend == "naive" else f"1,1,{mesh.size}"

@@ -27,7 +27,7 @@ from data import Prompt, pad_prompts
 from infra.settings import REPO
 from loss_pallas import Kernel
 from model.layout import ROLLOUT_BATCH_AXES, TRAIN_BATCH_AXES, Layout
-from model.network import Compute
+from model.network import ComputeConfig
 from model.next_token import Sampling
 from model.params import Leaf, ModelConfig, Params, param_shardings, param_table
 from rows import Batch, MicroBatch, RowShape, pack, prompts_of
@@ -238,7 +238,7 @@ def sample(
     drop: bool = False,
 ) -> Completions:
     """What QWEN2 with these weights says to the prompts."""
-    compute = Compute(QWEN2, jnp.dtype("float32"), layout(*mesh), layer_loop=layer_loop)
+    compute = ComputeConfig(QWEN2, jnp.dtype("float32"), layout(*mesh), layer_loop=layer_loop)
     backend = NaiveBackend(compute, Stopping(T, stop_ids, PAD), drop)
     backend.update_weights(jax.tree.map(np.float32, params or weights()))
     ids = np.array(sequence_ids or range(len(prompts) * K), np.int32)

@@ -22,13 +22,13 @@ MAXRL = [0.75 / 0.250001, *[-0.25 / 0.250001] * 3, *[0.25 / 0.750001] * 3, -0.75
 
 
 @np.errstate(divide="raise", invalid="raise")
-def advantages_of(per_function: np.ndarray, weights: Any, K: int, how: str) -> np.ndarray:
-    """per_function: [B, F]; how: the scale of grpo, or another estimator."""
-    rewards = np.nansum(per_function * weights, axis=1)
-    rewards[np.isnan(per_function).all(axis=1)] = NAN
+def advantages_of(function_rewards: np.ndarray, weights: Any, K: int, how: str) -> np.ndarray:
+    """function_rewards: [B, F]; how: the scale of grpo, or another estimator."""
+    rewards = np.nansum(function_rewards * weights, axis=1)
+    rewards[np.isnan(function_rewards).all(axis=1)] = NAN
     if how in ("group", "batch", "none"):
         return group_advantages(rewards, K, scale_rewards=how)
-    functions = {"per_function": per_function, "weights": weights} if how == "gdpo" else {}
+    functions = {"function_rewards": function_rewards, "weights": weights} if how == "gdpo" else {}
     return group_advantages(rewards, K, estimator=how, **functions)
 
 
@@ -82,8 +82,8 @@ def test_gdpo_by_hand() -> None:
     np.testing.assert_allclose(advantages, expected, rtol=1e-6)
     # The second function skips completion 1, so that completion 0 has nothing to compare to.
     # Completion 3 has no reward. +-.7070068, 0 have a std of .7070068.
-    per_function = np.array([[1, 0], [0, NAN], [0, 3], [NAN, NAN]])
-    advantages = advantages_of(per_function, [1, 0.5], 2, "gdpo")
+    function_rewards = np.array([[1, 0], [0, NAN], [0, 3], [NAN, NAN]])
+    advantages = advantages_of(function_rewards, [1, 0.5], 2, "gdpo")
     np.testing.assert_allclose(advantages, [0.9998586, -0.9998586, 0, 0], rtol=1e-6)
 
 
@@ -100,8 +100,8 @@ def test_equal_rewards_have_no_advantage_at_all(value: float, how: str) -> None:
 @pytest.mark.parametrize("name", TRL["advantages"])
 def test_advantages_are_those_of_trl(name: str) -> None:
     golden, (case, how) = TRL["advantages"][name], name.split(".")
-    per_function = ARRAYS[f"advantages.{case}.rewards"].astype(float)  # [B, F]
-    advantages = advantages_of(per_function, golden["weights"], golden["num_generations"], how)
+    function_rewards = ARRAYS[f"advantages.{case}.rewards"].astype(float)  # [B, F]
+    advantages = advantages_of(function_rewards, golden["weights"], golden["num_generations"], how)
     # TRL leaks float32 noise into the equal group of point1; the rest is 2e-7 of its size.
     atol = 4e-6 if case == "point1" else 2e-7
     np.testing.assert_allclose(advantages, ARRAYS[f"advantages.{name}"], rtol=2e-7, atol=atol)

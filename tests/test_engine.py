@@ -147,7 +147,7 @@ if "OVERLAP" in os.environ:
     arguments = sglang.engine_arguments
     overlapping = {"disable_overlap_schedule": False}
     sglang.engine_arguments = lambda *given: arguments(*given) | overlapping
-run, life, backend, training, _ = startup.start(cfg)
+run, lifecycle, backend, training, _ = startup.start(cfg)
 facts = {}
 ids = [prompt.ids for prompt in run.train_prompts[:2]]
 prompts = data.pad_prompts(ids, 96, run.rollout.stopping.pad_id)

@@ -33,7 +33,7 @@ from infra.mistakes import UserMistake
 from model import hf
 from model.int8 import Int8, matmul, quantize
 from model.layout import TRAIN_BATCH_AXES, Layout, make_mesh
-from model.network import Compute
+from model.network import ComputeConfig
 from model.params import Lora, Params, param_shardings, param_table
 from model.placement import params_bytes, rollout_tp
 from sampling import sync_weights
@@ -119,7 +119,7 @@ def test_another_layout_has_the_same_int8_numbers() -> None:
     params, _ = in_int8()
     mesh, other = (make_mesh("MESH_SHAPE", shape, jax.devices()) for shape in ("8,1,1", "2,2,2"))
     params = jax.device_put(params, param_shardings(INT8, mesh))
-    compute = Compute(INT8, jnp.dtype("bfloat16"), Layout(other, TRAIN_BATCH_AXES), "none")
+    compute = ComputeConfig(INT8, jnp.dtype("bfloat16"), Layout(other, TRAIN_BATCH_AXES), "none")
     copied = sync_weights(compute._replace(layer_loop="unroll"))(params)
     for name in FIELDS:
         for i, layer in enumerate(copied.layers):

@@ -36,7 +36,7 @@ from metrics import raise_if_logps_differ
 from model import hf, lora
 from model.attention import prompt_rows
 from model.layout import shard_batch
-from model.network import Compute, forward
+from model.network import ComputeConfig, forward
 from model.params import (
     Adapter,
     Lora,
@@ -81,7 +81,7 @@ def merged_by_hand(params: Params) -> Params:
 def hidden_of(params: Params, model: Any, layer_loop: str = "scan") -> np.ndarray:
     ids = np.array([[5, 11, 2, 7, 30, 1, 19, 8], [7, 7, 30, 1, 19, 8, 24, 3]], np.int32)
     positions = np.tile(np.arange(8, dtype=np.int32), (2, 1))
-    compute = Compute(model, FLOAT32, train_layout(1, 1, 1), layer_loop=layer_loop)
+    compute = ComputeConfig(model, FLOAT32, train_layout(1, 1, 1), layer_loop=layer_loop)
     params = arrange_layers(cast(params, FLOAT32), layer_loop, FLOAT32)
     rows = prompt_rows(jnp.ones(ids.shape, bool))
     return np.asarray(jax.jit(lambda p: forward(p, compute, ids, positions, rows)[0])(params))
@@ -143,7 +143,7 @@ def gradient(
     mask = np.arange(6) < np.array([6, 1, 4, 5, 2, 6, 3, 6])[:, None]
     logps, advantages = np.zeros((8, 6), np.float32), np.float32(rng.normal(size=8))
     batch = batch_of([[5, 11, 2], [7, 7, 30, 1]], ids, mask.astype(np.int32), logps, advantages)
-    compute = Compute(model, FLOAT32, where, remat=remat, layer_loop=layer_loop)
+    compute = ComputeConfig(model, FLOAT32, where, remat=remat, layer_loop=layer_loop)
     shapes = param_shardings(model, where.mesh)
     shapes = shapes if params.adapters is not None else shapes.replace(adapters=None)
     params = jax.device_put(cast(params, FLOAT32), shapes)
@@ -201,7 +201,7 @@ def test_the_rollout_reads_the_arrays_of_training_if_their_layouts_are_the_same(
     where, params = train_layout(1, 1, 1), whole()
     params = jax.device_put(params, param_shardings(MODEL, where.mesh))
     for shares in (True, False):
-        compute = Compute(MODEL, FLOAT32, where, shares_base=shares)
+        compute = ComputeConfig(MODEL, FLOAT32, where, shares_base=shares)
         backend = NaiveBackend(compute, Stopping(4, (1,), 0), drop_ended=False)
         backend.update_weights(params)
         same = [
@@ -216,7 +216,7 @@ def test_the_rollout_reads_the_arrays_of_training_if_their_layouts_are_the_same(
 
 
 def test_a_first_step_in_which_sampler_and_trainer_disagree_ends_the_run() -> None:
-    training = Compute(MODEL, FLOAT32, None)
+    training = ComputeConfig(MODEL, FLOAT32, None)
     level = drift_level(Config(), training, training)
     raise_if_logps_differ({"sampling_logp_difference/mean": 0.0009}, level)
     raise_if_logps_differ({"loss": 0.0}, level)  # nothing to learn from

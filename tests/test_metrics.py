@@ -27,7 +27,7 @@ BATCH = Batch(
     drawn_mask=np.array([[1] * n + [0] * (8 - n) for n in (3, 5, 4, 8)]),
     stopped=np.array([True, False, True, True]),
     rewards=np.array([2.0, 0.5, 1.0, 1.0]),
-    per_function=np.array([[1.0, 1.0], [0.0, 0.5], [1.0, 0.0], [NAN, 1.0]]),
+    function_rewards=np.array([[1.0, 1.0], [0.0, 0.5], [1.0, 0.0], [NAN, 1.0]]),
     advantages=np.array([1.0, -1.0, 0.0, 0.0]),
 )
 METRICS = {"loss": 0.25, "entropy": 1.5, "grad_norm": 2.0, "param_norm": 9.0, "updates_applied": 1}
@@ -121,7 +121,7 @@ def evaluated(
         sampling_logps=np.zeros((n, 0)),
         stopped=np.ones(n, bool),
         rewards=np.array(rewards).sum(1),
-        per_function=np.array(rewards),
+        function_rewards=np.array(rewards),
     )
     return evaluation_record(run_of(samples, temperature), 3, evaluation, clock(), full)
 

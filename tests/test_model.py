@@ -34,7 +34,7 @@ from model.attention import Cache, PackedRows, map_kv, prompt_rows
 from model.blocks import block_attention
 from model.layout import ROLLOUT_BATCH_AXES, TRAIN_BATCH_AXES, Layout, make_mesh, shard_batch
 from model.network import (
-    Compute,
+    ComputeConfig,
     LayerWeights,
     _after_attention,
     _embed,
@@ -75,9 +75,9 @@ GEMMA = dataclasses.replace(MODEL, num_layers=3, rope_llama3=None, tied=True, qk
 GEMMA = dataclasses.replace(GEMMA, gemma3=Gemma3(8.0, 30.0, 4, (True, False, True)))
 GEMMA = dataclasses.replace(GEMMA, nope_layers=(), residual_multiplier=1.0, logits_divisor=1.0)
 ONE_DEVICE = small_model.train_layout(1, 1, 1)
-FLOAT32 = Compute(MODEL, jnp.dtype("float32"), ONE_DEVICE)
+FLOAT32 = ComputeConfig(MODEL, jnp.dtype("float32"), ONE_DEVICE)
 GEMMA_FLOAT32 = FLOAT32._replace(model=GEMMA)
-BFLOAT16 = Compute(MODEL, jnp.dtype("bfloat16"), ONE_DEVICE)
+BFLOAT16 = ComputeConfig(MODEL, jnp.dtype("bfloat16"), ONE_DEVICE)
 R, S, T, K = 8, 6, 5, 4  # two prompts of 7 and 4 tokens, four completions of each
 RNG = np.random.default_rng(0)
 PROMPT_IDS = RNG.integers(0, 32, (2, S + 1)).astype(np.int32)
@@ -325,7 +325,7 @@ def test_bfloat16_tells_far_positions_apart() -> None:
 
 def placed(
     model: str, mesh_shape: str, batch_axes: tuple[str, ...], inputs: Iterable[np.ndarray]
-) -> tuple[Compute, Params, list[jax.Array]]:
+) -> tuple[ComputeConfig, Params, list[jax.Array]]:
     """How to compute, the parameters and the inputs, placed on the devices as in a run."""
     layout = Layout(make_mesh("MESH_SHAPE", mesh_shape, jax.devices()), batch_axes)
     params, compute = OF[model]

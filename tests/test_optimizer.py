@@ -14,7 +14,7 @@ from small_model import QWEN2 as MODEL
 from small_model import assert_close, laid_out, same_shardings, shardings, weights
 from small_model import train_layout as layout
 
-from model.network import Compute
+from model.network import ComputeConfig
 from model.params import Lora, ModelConfig, Params, init_params, param_shardings, trainable_params
 from optimizer import Optimizer, Schedule, init_state, learning_rate, optimizer_step
 from sampling import sync_weights
@@ -125,7 +125,7 @@ def test_synced_weights_are_rounded_and_laid_out_for_the_rollout(target: tuple) 
     values.embed[0, 0] = 257  # bfloat16 has 256 and 258
     params = laid_out(layout(1, 8, 1).mesh, values)
     mesh = layout(*target).mesh
-    copy = sync_weights(Compute(MODEL, jnp.dtype("bfloat16"), layout(*target)))(params)
+    copy = sync_weights(ComputeConfig(MODEL, jnp.dtype("bfloat16"), layout(*target)))(params)
     assert float(copy.embed[0, 0]) == 256
     leaves = map(jax.tree.leaves, (copy, values, param_shardings(MODEL, mesh)))
     pairs = zip(*leaves, strict=True)

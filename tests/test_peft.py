@@ -16,7 +16,7 @@ from small_model import IDS, POSITIONS, train_layout, write_folder, write_gemma_
 from config import Config
 from model import hf, lora
 from model.attention import prompt_rows
-from model.network import Compute, forward
+from model.network import ComputeConfig, forward
 from model.params import Lora, Params, combine_params, init_params, lm_head, trainable_params
 
 pytestmark = pytest.mark.parity
@@ -46,7 +46,7 @@ def logits_of(params: Params, model: Any) -> jax.Array:
     """[80, V] float32."""
     rows = prompt_rows(jnp.ones(INPUT.shape, bool))
     hidden, _ = forward(
-        params, Compute(model, FLOAT32, train_layout(1, 1, 1)), INPUT, POSITION, rows
+        params, ComputeConfig(model, FLOAT32, train_layout(1, 1, 1)), INPUT, POSITION, rows
     )
     return hidden[0] @ lm_head(params).T
 

@@ -30,7 +30,7 @@ from model.layout import (
     mesh_text,
     shard_batch,
 )
-from model.network import Compute
+from model.network import ComputeConfig
 from model.params import Lora, ModelConfig, Qwen35, param_table
 from model.placement import choose_attention, num_params, plan_compute, rollout_tp, update_flops
 from startup import set_up
@@ -203,7 +203,7 @@ def test_a_gpu_with_room_copies_the_base_that_it_would_copy_for_every_token(
     platform = "tpu" if kind.startswith("TPU") else "gpu"
     there = device(kind, bytes_limit={"NVIDIA L4": 22, "TPU v6 lite": 32}.get(kind, 80) * 2**30)
     there.platform = platform
-    training = Compute(
+    training = ComputeConfig(
         model,
         dtype=jnp.dtype("bfloat16"),
         layout=Layout(make_mesh("MESH_SHAPE", "1,1,1", jax.devices()[:1], (1, 1, 1)), ()),

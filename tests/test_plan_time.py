@@ -13,7 +13,7 @@ from small_model import MODEL
 
 from infra.chips import CHIPS, GPUS, Chip
 from model.layout import TRAIN_BATCH_AXES, Layout
-from model.network import Compute
+from model.network import ComputeConfig
 from model.params import ModelConfig
 from tools.plan import known_config
 from tools.plan_time import estimate_seconds, forward_work, rollout_work, update_work, weight_bytes
@@ -21,9 +21,9 @@ from tools.plan_time import estimate_seconds, forward_work, rollout_work, update
 
 def computing(
     model: ModelConfig, dp: int = 1, fsdp: int = 1, tp: int = 1, remat: str = "full"
-) -> Compute:
+) -> ComputeConfig:
     mesh = AbstractMesh((dp, fsdp, tp), ("dp", "fsdp", "tp"))
-    return Compute(model, jnp.dtype("bfloat16"), Layout(mesh, TRAIN_BATCH_AXES), remat)
+    return ComputeConfig(model, jnp.dtype("bfloat16"), Layout(mesh, TRAIN_BATCH_AXES), remat)
 
 
 # ---- By hand -------------------------------------------------------------------------------------

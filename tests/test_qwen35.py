@@ -39,7 +39,7 @@ from data import open_think_tag, pad_prompts
 from model import hf
 from model.attention import KV, prompt_rows
 from model.linear_attention import CHUNK
-from model.network import Compute, forward
+from model.network import ComputeConfig, forward
 from model.next_token import Sampling
 from model.params import (
     Leaf,
@@ -176,7 +176,7 @@ def packed() -> tuple[list[list[int]], np.ndarray, np.ndarray, list[MicroBatch]]
     return prompts, ids, lengths, [pack(batch, rows, widths, pad_id=PAD)]
 
 
-def mean_logp(params: Params, compute: Compute, x: MicroBatch) -> tuple[jax.Array, jax.Array]:
+def mean_logp(params: Params, compute: ComputeConfig, x: MicroBatch) -> tuple[jax.Array, jax.Array]:
     logps, _ = compute_logps_and_entropies(params, x, 1.0, compute)
     return (logps * x.completion_mask).sum() / sum(LENGTHS), logps
 
@@ -190,7 +190,7 @@ def float32_weights() -> Params:
 
 @functools.cache
 def on_a_device() -> Any:
-    compute = Compute(MODEL, jnp.dtype("float32"), train_layout(1, 1, 1))
+    compute = ComputeConfig(MODEL, jnp.dtype("float32"), train_layout(1, 1, 1))
     return gradient(float32_weights(), compute, packed()[3][0])
 
 
@@ -231,7 +231,7 @@ def test_the_gradient_of_packed_rows_is_that_of_the_reference() -> None:
 def test_meshes_remat_and_unrolled_layers_leave_the_gradient_unchanged(
     mesh: tuple[int, int, int], remat: str, layer_loop: str
 ) -> None:
-    compute = Compute(
+    compute = ComputeConfig(
         MODEL, jnp.dtype("float32"), train_layout(*mesh), remat=remat, layer_loop=layer_loop
     )
     params = jax.device_put(float32_weights(), param_shardings(MODEL, compute.layout.mesh))
@@ -271,7 +271,7 @@ def test_sampled_logps_are_those_of_the_reference(
     that leave the batch when they have ended, or with 260 tokens in two stages."""
     rng = np.random.default_rng(9)
     prompts = [rng.integers(0, 39, n).tolist() for n in (1, 2, 3, 64, 65, 66, 200, 201)]
-    compute = Compute(MODEL, jnp.dtype("float32"), layout(*mesh), layer_loop=layer_loop)
+    compute = ComputeConfig(MODEL, jnp.dtype("float32"), layout(*mesh), layer_loop=layer_loop)
     stop_ids = (NEVER,) if K == 1 else (0, 7, 11)
     backend = NaiveBackend(compute, Stopping(T, stop_ids, PAD), drop_ended=True)
     backend.update_weights(
@@ -290,7 +290,7 @@ def test_sampled_logps_are_those_of_the_reference(
 def test_the_states_of_decoding_are_as_large_for_any_number_of_tokens() -> None:
     """Those of 0.8B: 18 linear layers of 16 heads of 128 * 128 float32 are 18 MiB."""
     model = known_config("Qwen/Qwen3.5-0.8B")
-    compute = Compute(model, jnp.dtype("bfloat16"), layout(1, 1, 1), layer_loop="unroll")
+    compute = ComputeConfig(model, jnp.dtype("bfloat16"), layout(1, 1, 1), layer_loop="unroll")
     params = abstract_params(model, compute.layout.mesh, jnp.bfloat16, "unroll")
     sizes = []
     for S, width in ((64, 32), (1024, 4096)):
@@ -398,7 +398,7 @@ def test_random_models_have_transformers_logits_and_gradients(seed: int, tmp_pat
     theirs = other(input_ids=torch.tensor(ids)).logits
     torch.log_softmax(theirs, dim=-1).mean().backward()
     model, mesh = hf.read_config(tmp_path), train_layout(1, 1, 1).mesh
-    compute = Compute(model, jnp.dtype("float32"), train_layout(1, 1, 1))
+    compute = ComputeConfig(model, jnp.dtype("float32"), train_layout(1, 1, 1))
     rows = prompt_rows(np.ones(ids.shape, bool))
     positions = np.arange(130)[None].repeat(2, axis=0)
 

@@ -49,7 +49,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 folder, counts = Path(os.environ["OUTPUT_DIR"]), [-1, 0]
-update_policy, one_update = train_grpo.update_policy, train_grpo.one_update
+update_policy, train_on_mini_batch = train_grpo.update_policy, train_grpo.train_on_mini_batch
 
 def saving_policy(learner, state, batch, groups, lr):
     step = counts[0] + 1
@@ -65,9 +65,9 @@ def saving_update(learner, state, mini_batch, lr):
     weights["sequences"] = mini_batch.computed_tokens
     save_file(weights, folder / "weights{}_{}.safetensors".format(*counts))
     counts[1] += 1
-    return one_update(learner, state, mini_batch, lr)
+    return train_on_mini_batch(learner, state, mini_batch, lr)
 
-train_grpo.update_policy, train_grpo.one_update = saving_policy, saving_update
+train_grpo.update_policy, train_grpo.train_on_mini_batch = saving_policy, saving_update
 """
 
 

@@ -312,10 +312,10 @@ def test_message_lists_reach_a_function_of_a_file_in_trl_s_form_and_the_built_in
     messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "0"}]
     columns = {"question": ["0", "0"], "answer": ["7", "4"], "prompts": [messages] * 2}
     with worker(tmp_path, "f") as function:
-        totals, per_function = total_rewards(
+        totals, function_rewards = total_rewards(
             ["7", "5"], columns, [function, reward_correct], [1.0, 1.0]
         )
-    assert per_function.tolist() == [[2.0, 1.0], [50.0, 0.0]] and totals.tolist() == [3.0, 50.0]
+    assert function_rewards.tolist() == [[2.0, 1.0], [50.0, 0.0]] and totals.tolist() == [3.0, 50.0]
 
 
 def test_one_that_reads_texts_is_told_that_completions_are_messages(tmp_path: Path) -> None:

@@ -292,10 +292,12 @@ def test_a_total_is_the_weighted_sum_of_what_applies() -> None:
         return [None if a is None else np.float32(a) for a in answer]
 
     columns = {"answer": [0.5, None, -2.0, None], "question": ["?"] * 4}
-    total, per_function = total_rewards(["a", "b", "c", "d"], columns, [odd, rated], [2.0, 0.5])
-    assert total.dtype == per_function.dtype == np.float64
+    total, function_rewards = total_rewards(["a", "b", "c", "d"], columns, [odd, rated], [2.0, 0.5])
+    assert total.dtype == function_rewards.dtype == np.float64
     np.testing.assert_array_equal(total, [2.25, np.nan, 1.0, 2.0])
-    np.testing.assert_array_equal(per_function, [[1, 0.5], [np.nan] * 2, [1, -2.0], [1, np.nan]])
+    np.testing.assert_array_equal(
+        function_rewards, [[1, 0.5], [np.nan] * 2, [1, -2.0], [1, np.nan]]
+    )
 
 
 def test_the_default_rewards_are_the_three_built_in_ones() -> None:
@@ -303,11 +305,11 @@ def test_the_default_rewards_are_the_three_built_in_ones() -> None:
     names = " ".join(function.__name__ for function in functions)
     assert names == "reward_correct reward_format tag_count_reward"
     texts = [form("72"), form("71"), "72", "<think>"]
-    total, per_function = total_rewards(
+    total, function_rewards = total_rewards(
         texts, {"answer": ["#### 72"] * 4}, functions, [1.0, 0.5, 0.5]
     )
     assert total.tolist() == [2.0, 1.0, 1.0, 0.125]
-    assert per_function.tolist() == [[1, 1, 1], [0, 1, 1], [1, 0, 0], [0, 0, 0.25]]
+    assert function_rewards.tolist() == [[1, 1, 1], [0, 1, 1], [1, 0, 0], [0, 0, 0.25]]
 
 
 @pytest.mark.parametrize(

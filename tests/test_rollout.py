@@ -118,7 +118,7 @@ def rounds_of(*rewards: list[float]) -> list[Batch]:
         tokens = np.repeat(ids[:, None], 3, axis=1)  # [B, 3]
         arrays = {"completion_ids": tokens, "completion_mask": tokens, "sampling_logps": tokens}
         arrays |= {"lengths": ids % 2 + 1, "rewards": np.array(round_rewards)}
-        arrays["per_function"] = np.stack([ids, -ids], axis=1)
+        arrays["function_rewards"] = np.stack([ids, -ids], axis=1)
         rounds.append(Batch([Prompt([i], {}) for i in ids[::4] // 4], **arrays))
     return rounds
 
@@ -144,7 +144,7 @@ def test_a_step_takes_the_first_groups_whose_rewards_differ_then_fills_up(
     ids = [4 * group + k for group in chosen for k in range(4)]
     batch = choose_groups(rounds, "grpo", (1.0, 1.0))
     assert [p.ids for p in batch.prompts] == [[group] for group in chosen]
-    assert batch.completion_ids[:, 0].tolist() == batch.per_function[:, 0].tolist() == ids
+    assert batch.completion_ids[:, 0].tolist() == batch.function_rewards[:, 0].tolist() == ids
     np.testing.assert_array_equal(batch.rewards, np.array(sum(first + second, []))[ids])
     assert batch.lengths.tolist() == [i % 2 + 1 for i in ids]
 

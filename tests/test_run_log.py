@@ -81,18 +81,20 @@ def life_of(out: Path, **settings: int) -> Lifecycle:
 def test_a_checkpoint_knows_its_evaluations_the_best_step_and_the_lengths_of_the_files(
     tmp_path: Path,
 ) -> None:
-    life = life_of(tmp_path, eval_every_steps=3, save_every_steps=3)
+    lifecycle = life_of(tmp_path, eval_every_steps=3, save_every_steps=3)
     accuracies = iter((0.95, 0.9, 0.7))
     records = []
     for step in range(5):
-        life.log.append_entries("eval.jsonl", step, [{}])  # '{"step": 0}' and a line feed
-        life.evaluate_and_save(lambda: next(accuracies), lambda: life.save({"x": jnp.zeros(2)}))
-        assert not evaluation_is_due(life.cfg, life.progress)
-        life.checkpoints.wait_until_saved()
+        lifecycle.log.append_entries("eval.jsonl", step, [{}])  # '{"step": 0}' and a line feed
+        lifecycle.evaluate_and_save(
+            lambda: next(accuracies), lambda: lifecycle.save({"x": jnp.zeros(2)})
+        )
+        assert not evaluation_is_due(lifecycle.cfg, lifecycle.progress)
+        lifecycle.checkpoints.wait_until_saved()
         file = tmp_path / "checkpoints" / str(step) / "record" / "metadata"
         if file.exists():
             records.append(json.loads(file.read_text()))
-        life.count_step(1, "")
+        lifecycle.count_step(1, "")
     third, fourth = records
     assert (third["accuracy"], third["best_step"]) == (0.9, 3)
     assert (fourth["accuracy"], fourth["best_step"]) == (0.7, 3)
@@ -106,12 +108,12 @@ def test_a_checkpoint_knows_its_evaluations_the_best_step_and_the_lengths_of_the
 def test_a_run_without_a_reviewer_and_checkpoints_ends_and_is_not_begun_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    life = life_of(tmp_path, save_every_steps=0)
-    life.claim_folder({})
-    life.count_step(1, "")
-    life.log.record_metrics(0, {})
+    lifecycle = life_of(tmp_path, save_every_steps=0)
+    lifecycle.claim_folder({})
+    lifecycle.count_step(1, "")
+    lifecycle.log.record_metrics(0, {})
     assert not read_run(tmp_path)["has_saved"]
-    life.finish(lambda: None)
+    lifecycle.finish(lambda: None)
     assert capsys.readouterr().out.startswith("DONE: steps=4 elapsed_sec=")
     assert read_run(tmp_path)["has_saved"]
     assert not (tmp_path / "summary.json").exists()

@@ -40,12 +40,12 @@ from demonstrations import Demonstration, build_demonstrations
 from infra.resume import describe_changes
 from loss import Objective
 from model import hf
-from model.network import Compute
+from model.network import ComputeConfig
 from optimizer import Optimizer, init_state
 from rows import RowLimits
 from startup import Run, result_fingerprint, set_up
 from train_sft import batch_of, customize_settings
-from update import LearnerConfig, one_update, pack_to_devices
+from update import LearnerConfig, pack_to_devices, train_on_mini_batch
 
 GOLDENS = Path(__file__).parent / "goldens"
 TRL = json.loads((GOLDENS / "sft.json").read_text(encoding="utf-8"))
@@ -80,7 +80,7 @@ def test_three_steps_are_those_of_trl_in_one_micro_batch_or_in_several(
     model, layout = hf.read_config(tmp_path), train_layout(1, 1, 1)
     optimizer = Optimizer("adamw", case["weight_decay"], case["clip_norm"])
     learner = LearnerConfig(
-        compute=Compute(model, jnp.dtype("float32"), layout, "none"),
+        compute=ComputeConfig(model, jnp.dtype("float32"), layout, "none"),
         objective=Objective("sft"),
         optimizer=optimizer,
         temperature=1.0,
@@ -97,7 +97,7 @@ def test_three_steps_are_those_of_trl_in_one_micro_batch_or_in_several(
         micro_batches = pack_to_devices(learner, batch, np.arange(len(rows)))
         counts = [int(x.completion_mask.sum()) for x in micro_batches]
         assert len({*counts}) > 1 if sequences == 1 else len(counts) == 1
-        state, metrics = one_update(learner, state, batch, case["learning_rate"][step])
+        state, metrics = train_on_mini_batch(learner, state, batch, case["learning_rate"][step])
         assert metrics["loss"] == pytest.approx(case["loss"][step], abs=2e-6)
         assert metrics["grad_norm"] == pytest.approx(case["grad_norm"][step], rel=1e-5)
     trl = name.replace("ga2", "ga1") if name == "ga2" else name
@@ -411,7 +411,7 @@ def test_micro_batches_packing_and_meshes_do_not_change_an_update(conversations:
         state = init_state(params, optimizer=learner.optimizer, model=model)
         batch = batch_of(run.train_prompts[:16], 256)
         assert (np.diff(batch.completion_mask, axis=1) > 0).any(), "a mask has a hole"
-        state, metrics = one_update(learner, state, batch, 1e-3)
+        state, metrics = train_on_mini_batch(learner, state, batch, 1e-3)
         found.append({name: metrics[name] for name in ("loss", "grad_norm", "param_norm")})
     assert found[0] == pytest.approx(found[2], rel=1e-5)
     assert found[1] == pytest.approx(found[2], rel=1e-5)

@@ -44,7 +44,7 @@ from rows import Batch
 from startup import Run, result_fingerprint, set_up
 from tools.bench import make_random_model
 from train_grpo import with_logps
-from update import LearnerConfig, one_update
+from update import LearnerConfig, train_on_mini_batch
 
 GOLDENS = Path(__file__).parent / "goldens"
 TRL = json.loads((GOLDENS / "teacher.json").read_text(encoding="utf-8"))
@@ -169,7 +169,7 @@ def update_of(
     run_of_update = dataclasses.replace(run, learner=learner, teacher=judge)
     batch = with_logps(run_of_update, params, None, batch or batch_for(run))
     state = init_state(params, optimizer=learner.optimizer, model=model)
-    return one_update(learner, state, batch, 1e-3)[1]
+    return train_on_mini_batch(learner, state, batch, 1e-3)[1]
 
 
 def test_the_advantage_of_a_token_is_the_weighted_sum(teacher: Path) -> None:

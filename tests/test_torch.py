@@ -17,7 +17,7 @@ from small_model import batch_of, counts_by_hand, in_rows, train_layout, write_f
 from loss import Objective, group_advantages
 from model import hf
 from model.layout import shard_batch
-from model.network import Compute
+from model.network import ComputeConfig
 from optimizer import Optimizer, init_state, optimizer_step
 from rows import Batch
 from update import merge_metrics, micro_step
@@ -110,7 +110,7 @@ def our_step(folder: Path, batch: Batch) -> Step:
             counts_by_hand(sum(LENGTHS), 2 * K, sum(LENGTHS)),
             objective=Objective("dapo", LOW, HIGH, beta=BETA),
             temperature=TEMPERATURE,
-            compute=Compute(model, np.dtype("float32"), where),
+            compute=ComputeConfig(model, np.dtype("float32"), where),
         )
         parts.append(metrics)
     metrics = merge_metrics(parts)

@@ -44,7 +44,7 @@ from extras.turns import Environments, tool_calls
 from infra.log import Clock
 from infra.mistakes import UserMistake
 from infra.sizes import turn_batch_size, turn_width
-from model.network import Compute
+from model.network import ComputeConfig
 from model.next_token import Sampling
 from rollout import complete, gather_batch, prompts_of_round, reward_completions
 from rows import Batch
@@ -239,7 +239,7 @@ def test_a_later_turn_draws_what_the_completion_would_have_drawn_at_these_places
     the room for all turns, on four devices. Sequences without room draw nothing."""
     key, sampling = jax.random.key(5), Sampling(0.7, top_k=9, replay=True)
     ids = np.arange(8, dtype=np.int32)
-    compute = Compute(QWEN2, jnp.dtype("float32"), layout(2, 1, 2))
+    compute = ComputeConfig(QWEN2, jnp.dtype("float32"), layout(2, 1, 2))
     backend = NaiveBackend(compute, Stopping(12, (NEVER,), PAD), True)
     backend.update_weights(jax.tree.map(np.float32, weights()))
     whole = backend.generate(*pad_prompts(PROMPTS, 9, PAD), ids, key, sampling)
@@ -521,7 +521,7 @@ def kept(completions, **columns):
         echo.heard = ["Guess.", *(text.removesuffix("<|im_end|>") for text in of_one)]
     codes = [echo.get_reward() for echo in echoes]
     expected = [[1, 0.25, 1, 3, codes[0]], [0, 0.25, 0, 2, codes[1]]]
-    assert found.batch.per_function.tolist() == expected and codes == [1, 0]
+    assert found.batch.function_rewards.tolist() == expected and codes == [1, 0]
     totals = [sum(of_one[:4]) + 8 * of_one[4] for of_one in expected]
     assert found.batch.rewards.tolist() == totals
     completions, columns = json.loads(seen.read_text())

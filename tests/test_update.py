@@ -32,7 +32,7 @@ from small_model import (
 
 from loss import Objective
 from model.layout import shard_batch
-from model.network import Compute
+from model.network import ComputeConfig
 from model.params import Params
 from optimizer import Optimizer, init_state, optimizer_step
 from rows import Batch, RowLimits, pack, plan_rows
@@ -137,7 +137,7 @@ def step(
     else:
         starts = range(0, 2 * K, micro)
         micro_batches = [in_rows(batch, share, range(i, i + micro), S=7) for i in starts]
-    compute = Compute(QWEN2, jnp.dtype(dtype), where, remat, kernel, layer_loop=layer_loop)
+    compute = ComputeConfig(QWEN2, jnp.dtype(dtype), where, remat, kernel, layer_loop=layer_loop)
     state = init_state(laid_out(where.mesh, params), optimizer=SGD, model=QWEN2)
     grads, parts = jax.tree.map(jnp.zeros_like, state.params), []
     before = shardings((state, grads))

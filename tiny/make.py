@@ -33,7 +33,7 @@ import data
 from infra.sizes import prompt_width
 from model import hf
 from model.layout import TRAIN_BATCH_AXES, Layout, make_mesh
-from model.network import Compute
+from model.network import ComputeConfig
 from model.params import ModelConfig, Params, init_params
 from optimizer import Schedule, learning_rate
 from rewards import SYSTEM_PROMPT, TAGS
@@ -272,7 +272,7 @@ def warm_up(
     at most T tokens: turns of the model, with turns of the user between them."""
     rng = random.Random(SEED)
     mesh = make_mesh("MESH_SHAPE", "1,1,1", jax.devices()[:1])
-    compute = Compute(model, jnp.float32, Layout(mesh, TRAIN_BATCH_AXES))
+    compute = ComputeConfig(model, jnp.float32, Layout(mesh, TRAIN_BATCH_AXES))
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam())
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))

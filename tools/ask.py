@@ -121,7 +121,7 @@ def ask(cfg: Config, example: dict[str, Any]) -> tuple[str, list[str]]:
         key, clock = jax.random.key(cfg.seed), Clock(EVAL_PHASES)
         answered = answer_questions(run, backend, run.eval_prompts, key, clock)
     [text] = dialogues_of(run.rollout, answered)
-    rewards = zip(run.rollout.functions, answered.per_function[0], strict=True)
+    rewards = zip(run.rollout.functions, answered.function_rewards[0], strict=True)
     return text, [f"{function.__name__} {reward:g}" for function, reward in rewards]
 
 

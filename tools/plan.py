@@ -44,7 +44,7 @@ from model import hf
 from model.attention import map_kv
 from model.layout import devices_per_process, mesh_text
 from model.lora import read_lora
-from model.network import Compute
+from model.network import ComputeConfig
 from model.next_token import Sampling, support_size
 from model.params import Gemma3, ModelConfig, Qwen35, abstract_params, combine_params
 from model.placement import num_params, plan_compute, raise_if_too_long, rollout_mesh_text
@@ -60,11 +60,11 @@ from sampling import (
     sync_weights,
 )
 from startup import (
-    eval_sampling_of,
-    learner_of,
+    make_eval_sampling,
+    make_learner,
+    make_sampling,
     open_sglang,
     open_teacher,
-    sampling_of,
     with_kernel,
 )
 from tools.plan_time import describe_time
@@ -80,13 +80,13 @@ class Plan(NamedTuple):
 
     cfg: Config
     sizes: Sizes
-    training: Compute
-    rollout: Compute
+    training: ComputeConfig
+    rollout: ComputeConfig
     processes: int
     S: int  # prompt tokens without the last
     mesh_reason: str  # why ROLLOUT_MESH_SHAPE=auto is what it is
     engine_tokens: int  # tokens whose keys and values a serving engine holds; 0 without an engine
-    teacher: Compute | None  # None: no teacher
+    teacher: ComputeConfig | None  # None: no teacher
 
     def local_devices(self) -> int:
         return self.rollout.layout.mesh.size // self.processes
@@ -348,7 +348,7 @@ def list_programs(plan: Plan) -> dict[str, Program]:
     """The programs of the run by their names, in the order of a step."""
     cfg, training, rollout = plan.cfg, plan.training, plan.rollout
     model, mesh = training.model, training.layout.mesh
-    learner = learner_of(cfg, plan.sizes, training, plan.S, pad_id=0)
+    learner = make_learner(cfg, plan.sizes, training, plan.S, pad_id=0)
     state = abstract_state(model, mesh, learner.optimizer)
     base, reference = None, None
     if model.lora:
@@ -373,14 +373,14 @@ def list_programs(plan: Plan) -> dict[str, Program]:
         rest = held - rollout.shares_base * bytes_per_device(
             base
         )  # a shared base is among the arguments
-        prompts, K, sampling = plan.sizes.prompt_batch_size, cfg.num_pre_q, sampling_of(cfg)
+        prompts, K, sampling = plan.sizes.prompt_batch_size, cfg.num_pre_q, make_sampling(cfg)
         programs |= rollout_programs(plan, plan.S, prompts, K, sampling, rest)
         if cfg.turns() > 1:  # The last turn has nearly all of the completion in its prompt.
             S = plan.S + cfg.max_length_sample
             turn_programs = rollout_programs(plan, S, prompts * K, 1, sampling, rest)
             programs |= {f"turn_{name}": turn_programs[name] for name in ("prefill", "decode")}
         if cfg.evaluates():
-            K, sampling = cfg.eval_samples, eval_sampling_of(cfg)
+            K, sampling = cfg.eval_samples, make_eval_sampling(cfg)
             prompts = eval_questions(plan.sizes, cfg.num_pre_q, K, plan.local_devices())
             eval_programs = rollout_programs(plan, plan.S, prompts, K, sampling, rest)
             programs |= {f"eval_{name}": program for name, program in eval_programs.items()}
@@ -392,7 +392,7 @@ def list_programs(plan: Plan) -> dict[str, Program]:
         scored = combine_params(base, reference) if reference else params
         scores["compute_logps_and_entropies"] = scored, batch, training
     if teacher:
-        limits = learner_of(cfg, plan.sizes, teacher, plan.S, pad_id=0).limits
+        limits = make_learner(cfg, plan.sizes, teacher, plan.S, pad_id=0).limits
         judged = micro_batch(plan._replace(training=teacher), limits.widest())
         scores["teacher"] = frozen[-1], judged, teacher
     for name, (scored, rows, compute) in scores.items():
@@ -469,7 +469,7 @@ def rollout_programs(
 
 def micro_batch(plan: Plan, shape: RowShape) -> MicroBatch:
     """The shapes of a micro-batch of the longest prompts and completions, by packing nothing."""
-    cfg, layout, sampling = plan.cfg, plan.training.layout, sampling_of(plan.cfg)
+    cfg, layout, sampling = plan.cfg, plan.training.layout, make_sampling(plan.cfg)
     U = support_size(sampling, plan.training.model.vocab_size)
     tokens = np.zeros((1, cfg.max_length_sample), np.int32)  # of a single completion
     logps = tokens.astype(np.float32)

@@ -20,7 +20,7 @@ from infra.mistakes import UserMistake
 from infra.sizes import prompt_share
 from model.layout import ROLLOUT_BATCH_AXES, Layout, make_mesh
 from model.linear_attention import CHUNK
-from model.network import Compute
+from model.network import ComputeConfig
 from model.params import ModelConfig, abstract_params, lm_head
 from model.placement import linear_attention_flops, update_flops
 from sampling import stage_ends
@@ -48,7 +48,7 @@ def estimate_seconds(work: np.ndarray, chip: Chip) -> np.ndarray:
     return np.array([least, (at_peak / WORST).sum() + kernels * WORST_KERNEL_S])
 
 
-def forward_work(compute: Compute, lengths: Lengths) -> np.ndarray:
+def forward_work(compute: ComputeConfig, lengths: Lengths) -> np.ndarray:
     """The work of a forward of all tokens, or of as much of a backward."""
     model, mesh, itemsize = compute.model, compute.layout.mesh, compute.dtype.itemsize
     flops = update_flops(dataclasses.replace(model, lora=None), *lengths) / 3
@@ -60,7 +60,7 @@ def forward_work(compute: Compute, lengths: Lengths) -> np.ndarray:
     return work + delta_rule_work(compute, sum(x.sum() for x in lengths))
 
 
-def delta_rule_work(compute: Compute, tokens: float) -> np.ndarray:
+def delta_rule_work(compute: ComputeConfig, tokens: float) -> np.ndarray:
     """What the delta rule in chunks adds to a forward of tokens, beyond its FLOPs of update_flops;
     a device has all chunks of its rows, and its part of the heads."""
     model, mesh = compute.model, compute.layout.mesh
@@ -74,7 +74,7 @@ def delta_rule_work(compute: Compute, tokens: float) -> np.ndarray:
 
 
 def rollout_work(
-    compute: Compute, lengths: Lengths, steps: int, keys: float, sequences: float = 0.0
+    compute: ComputeConfig, lengths: Lengths, steps: int, keys: float, sequences: float = 0.0
 ) -> np.ndarray:
     """The work of prefill and of decoding steps. On average a device reads in a step the keys and
     values of `keys` slots and the states of linear layers of `sequences`."""
@@ -96,7 +96,7 @@ def state_bytes(model: ModelConfig) -> int:
     return 4 * (model.num_layers - model.num_periods) * numbers
 
 
-def update_work(compute: Compute, lengths: Lengths, micro_steps: float) -> np.ndarray:
+def update_work(compute: ComputeConfig, lengths: Lengths, micro_steps: float) -> np.ndarray:
     """The work of forward and backward of all tokens; the optimizer adds little to it."""
     remat, (read, gathered) = compute.remat == "full", weight_bytes(compute)
     passes = (2 if compute.model.lora else 3) + remat
@@ -105,7 +105,7 @@ def update_work(compute: Compute, lengths: Lengths, micro_steps: float) -> np.nd
     return passes * forward_work(compute, lengths) + micro_steps * weight_work
 
 
-def weight_bytes(compute: Compute) -> tuple[float, float]:
+def weight_bytes(compute: ComputeConfig) -> tuple[float, float]:
     """The bytes of the weights that a device multiplies with, and of those gathered over fsdp."""
     mesh = compute.layout.mesh
     params = abstract_params(compute.model, mesh, compute.dtype, compute.layer_loop)

@@ -71,7 +71,7 @@ def load_examples(
     answer: str | None = "answer",
     completion: str | None = None,
 ) -> list[Example]:
-    """Returns the examples of one split of a local file, a local folder or a hub dataset.
+    """The examples of one split of a local file, a local folder or a hub dataset.
 
     A folder has a file or shards for each split (train.jsonl, test-00000-of-00001.parquet). A
     single file has two splits: "train" is all examples before the last tenth, "test" the examples
@@ -152,7 +152,7 @@ def read_question_and_answer(
     answer: str | None,
     completion: str | None = None,
 ) -> Example:
-    """Returns the `question`, the `answer` and, if the question is a list of messages, the
+    """The `question`, the `answer` and, if the question is a list of messages, the
     `prompts` of an example. An answer that is a number becomes its text.
 
     source: of the example, for the error. question, answer, completion: names of columns, see
@@ -181,7 +181,7 @@ def read_question_and_answer(
 def read_completion(
     source: str, columns: Mapping[str, Any], question: str, completion: str
 ) -> tuple[Mapping[str, Any], tuple[list[Message], str]]:
-    """Returns the columns with only the messages of the question, and a pair: the messages that
+    """The columns with only the messages of the question, and a pair: the messages that
     follow it, up to the last one of the assistant, and the source, for errors.
 
     completion: the column of a text or of messages. "": the question's column has conversations,
@@ -210,13 +210,13 @@ def read_completion(
 
 
 def number_to_text(value: object) -> object:
-    """Returns a finite number as its text, and any other value as it is."""
+    """A finite number as its text, and any other value as it is."""
     is_number = type(value) in (int, float) and -math.inf < value < math.inf
     return json.dumps(value) if is_number else value
 
 
 def find_column(columns: Mapping[str, Any], name: str) -> Any:
-    """Returns the value of a column, or of a part of it: reward_model.ground_truth is the value at
+    """The value of a column, or of a part of it: reward_model.ground_truth is the value at
     ground_truth of the column reward_model, if no column has this name. None if it is missing."""
     if name in columns:
         return columns[name]
@@ -227,7 +227,7 @@ def find_column(columns: Mapping[str, Any], name: str) -> Any:
 
 
 def as_messages(value: object) -> list | None:
-    """Returns the value if it is a list, or the list if it is a text of JSON with a list of
+    """The value if it is a list, or the list if it is a text of JSON with a list of
     messages; else None."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         with contextlib.suppress(ValueError):
@@ -237,7 +237,7 @@ def as_messages(value: object) -> list | None:
 
 
 def read_messages(value: list, source: str) -> list[Message]:
-    """Returns messages as chat templates take them. Calls of tools need no content. Raises
+    """Messages as chat templates take them. Calls of tools need no content. Raises
     UserMistake if another message has no text as its content, or one has none as its role."""
     messages = []
     for number, message in enumerate(value, start=1):
@@ -254,7 +254,7 @@ def read_messages(value: list, source: str) -> list[Message]:
 
 
 def clean_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a message, or of a part of it, without those that are null: Arrow adds
+    """The fields of a message, or of a part of it, without those that are null: Arrow adds
     them where others have a field. The arguments of a call, which OpenAI writes as a text of JSON,
     become what this text holds."""
     fields = {name: x for name, x in fields.items() if x is not None}
@@ -265,7 +265,7 @@ def clean_fields(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_question(value: list, source: str) -> Example:
-    """Returns a list of messages as the `prompts` and the `question` of an example. Raises
+    """A list of messages as the `prompts` and the `question` of an example. Raises
     UserMistake if it is no such list, or if its last message is not a question of the user."""
     messages = read_messages(value, source)
     last = messages[-1]
@@ -276,7 +276,7 @@ def read_question(value: list, source: str) -> Example:
 
 
 def append_to_question(example: Example, text: str) -> Example:
-    """Returns the example with the text after its question and its last message."""
+    """The example with the text after its question and its last message."""
     longer = example | {"question": example["question"] + text}
     if example.get("prompts"):
         *earlier, last = example["prompts"]
@@ -285,7 +285,7 @@ def append_to_question(example: Example, text: str) -> Example:
 
 
 def _split_files(folder: Path, split: str) -> list[Path]:
-    """Returns SPLIT.ext, or all shards SPLIT-00000-of-0000N.ext; other files do not count. Raises
+    """SPLIT.ext, or all shards SPLIT-00000-of-0000N.ext; other files do not count. Raises
     UserMistake if the folder has no such file, or if they are not N files of one format."""
     files = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES)
     # Older versions of datasets append a hash to the number.
@@ -313,7 +313,7 @@ def _read_hub(dataset: str, config: str, split: str) -> list[object]:
 
 
 def _read_file(file: Path) -> list[object]:
-    """Returns the items of a file. Empty lines of a .jsonl file are left out."""
+    """The items of a file. Empty lines of a .jsonl file are left out."""
     if not file.is_file():
         raise UserMistake(f"DATASET={file}: this file or folder does not exist")
     if file.suffix not in SUFFIXES:
@@ -407,7 +407,7 @@ def has_system_message(example: Example) -> bool:
 
 
 def read_opening(setting: str) -> list[Message]:
-    """Returns the messages of SYSTEM_PROMPT; none if it is empty. Raises UserMistake.
+    """The messages of SYSTEM_PROMPT; none if it is empty. Raises UserMistake.
 
     The name of a .json file gives that file's messages, and that of a text file (*.txt, *.md,
     *.jinja, or any existing file) a system message with its text. Other values are the text."""
@@ -429,7 +429,7 @@ def read_opening(setting: str) -> list[Message]:
 def build_prompts(
     examples: list[Example], chat_format: ChatFormat, vocab_size: float = math.inf
 ) -> list[Prompt]:
-    """Returns the prompt of each example, made by the chat template.
+    """The prompt of each example, made by the chat template.
 
     vocab_size: rows of the model's embedding.
     Raises UserMistake if a text is not Unicode, if the template fails, or if a token has no row.
@@ -440,7 +440,7 @@ def build_prompts(
 
 
 def checked_chats(chats: list[list[Message]], chat_format: ChatFormat) -> list[list[Message]]:
-    """Returns the messages as the chat template takes them. Raises UserMistake if a text is not
+    """The messages as the chat template takes them. Raises UserMistake if a text is not
     Unicode."""
     for text in (message["content"] for chat in chats for message in chat):
         # JSON and the bytes of a shell can hold half a character.
@@ -454,7 +454,7 @@ def checked_chats(chats: list[list[Message]], chat_format: ChatFormat) -> list[l
 
 
 def tokenize(texts: list[str], chat_format: ChatFormat, vocab_size: float) -> list[list[int]]:
-    """Returns the ids of each text. Raises UserMistake if the model has no row for one."""
+    """The ids of each text. Raises UserMistake if the model has no row for one."""
     tokenizer = chat_format.tokenizer
     ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     largest = max((max(text_ids, default=0) for text_ids in ids), default=0)
@@ -467,7 +467,7 @@ def tokenize(texts: list[str], chat_format: ChatFormat, vocab_size: float) -> li
 def unread_fields(
     chats: list[list[Message]], chat_format: ChatFormat
 ) -> dict[tuple[str, str], bool]:
-    """Returns the (role, field) pairs of messages that do not change what the template writes, and
+    """The (role, field) pairs of messages that do not change what the template writes, and
     whether this holds for messages with calls of tools and without, if there are both.
 
     The last message of a kind decides, because templates drop the thoughts of earlier ones.
@@ -490,7 +490,7 @@ def unread_fields(
 
 
 def writes_system_message(chat_format: ChatFormat, content: str = "") -> bool:
-    """Returns whether the chat template writes a system message as it is, but for switches such as
+    """Whether the chat template writes a system message as it is, but for switches such as
     /no_think. Some templates drop it, others raise an error, and SmolLM3's makes <> of </think>."""
     content = f"{SENTINEL} {content}"
     chat = [{"role": "system", "content": content}, {"role": "user", "content": "A question."}]
@@ -502,7 +502,7 @@ def writes_system_message(chat_format: ChatFormat, content: str = "") -> bool:
 
 
 def with_system_in_question(chat: list[Message]) -> list[Message]:
-    """Returns the messages with the system message prepended to the text that follows it, for a
+    """The messages with the system message prepended to the text that follows it, for a
     chat template without a system role."""
     if chat[0]["role"] != "system":
         return chat
@@ -511,7 +511,7 @@ def with_system_in_question(chat: list[Message]) -> list[Message]:
 
 
 def end_of_turn_id(chat_format: ChatFormat) -> int | None:
-    """Returns the added token that the chat template writes after an answer; None without such a
+    """The added token that the chat template writes after an answer; None without such a
     token, and for a template that takes no answers."""
     question = {"role": "user", "content": "A question."}
     chat = [question, {"role": "assistant", "content": SENTINEL}]
@@ -525,7 +525,7 @@ def end_of_turn_id(chat_format: ChatFormat) -> int | None:
 
 
 def open_think_tag(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Returns the <think> at the end of the prompt, with the white space after the tag, or "".
+    """The <think> at the end of the prompt, with the white space after the tag, or "".
 
     Some chat templates open this tag for the assistant. The completion then begins after the tag,
     so the caller prepends the tag to the completion for the reward functions.
@@ -537,7 +537,7 @@ def open_think_tag(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase") -> str:
 def drop_long_prompts(
     prompts: list[Prompt], limit: int, split: str, part: str = "prompt"
 ) -> list[Prompt]:
-    """Returns the prompts of at most `limit` tokens, and prints how many are longer; 0 means no
+    """The prompts of at most `limit` tokens, and prints how many are longer; 0 means no
     limit. split: its name in messages. part: "completion": the tokens of the completions count.
     Raises UserMistake if no prompt is left."""
     if not limit:
@@ -555,7 +555,7 @@ def drop_long_prompts(
 
 
 def pad_prompts(prompts: list[list[int]], width: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns prompt_ids and prompt_mask, both [len(prompts), width] int32, padded on the left.
+    """prompt_ids and prompt_mask, both [len(prompts), width] int32, padded on the left.
 
     prompts: the token ids of each prompt. The mask is 1 on the tokens of the prompt, 0 on padding.
     """
@@ -573,7 +573,7 @@ def pad_prompts(prompts: list[list[int]], width: int, pad_id: int) -> tuple[np.n
 def batch_indices(
     num_examples: int, prompts_per_step: int, round_number: int, seed: int
 ) -> np.ndarray:
-    """Returns [P] int64, the indices of the examples of a round of sampling, counted from 0.
+    """[P] int64, the indices of the examples of a round of sampling, counted from 0.
 
     Each epoch visits every example once, in an order that depends only on (seed, epoch). A round
     may begin in one epoch and end in the next.

@@ -14,7 +14,7 @@ from infra.sizes import eval_questions
 from metrics import are_right, completion_entries, completion_record, phase_seconds
 from model.layout import concatenate_trees, slice_of_process
 from model.params import Params
-from rollout import complete, gather_batch, reward_completions, texts_of
+from rollout import complete, completion_texts, gather_batch, reward_completions
 from rows import Batch
 from sampling import Backend
 
@@ -114,7 +114,7 @@ def evaluation_record(
     estimates = {f"pass_at_{k}": pass_at(correct, k) for k in ks}
     function = run.rollout.functions[0]
     if samples > 1 and hasattr(function, "extract_answer"):
-        texts = texts_of(run.rollout, evaluation.prompts, evaluation)
+        texts = completion_texts(run.rollout, evaluation.prompts, evaluation)
         answers = [function.extract_answer(text) for text in texts]
         estimates[f"maj_at_{samples}"] = majority_accuracy(correct, answers)
     results = f"accuracy={accuracy:.4f} accuracy_se={error:.4f} accuracy_of={function.__name__}"

@@ -43,7 +43,7 @@ def group_advantages(
     function_rewards: np.ndarray | None = None,
     weights: Sequence[float] = (),
 ) -> np.ndarray:
-    """Returns the advantage of each completion: [B] float64.
+    """The advantage of each completion: [B] float64.
 
     rewards: [B] of the entire step; each num_pre_q consecutive rewards are a group. NaN means that
     no reward applies: it enters no mean and no std, and its advantage is 0. If all rewards of a
@@ -73,6 +73,7 @@ def group_advantages(
         advantages = centered if scale_rewards == "none" else centered / (spread + STD_EPS)
     elif estimator == "rloo":
         count = (~np.isnan(groups)).sum(axis=1, keepdims=True)  # [P, 1]
+        # reward - mean of the others = (reward - mean of all) * count / (count - 1)
         advantages = centered * count / np.maximum(count - 1, 1)
     elif estimator == "reinforce":
         advantages = _centered(groups.reshape(1, -1)) / (_std(groups) + STD_EPS)
@@ -93,7 +94,7 @@ def group_advantages(
 
 
 def equal_groups(rewards: np.ndarray, num_pre_q: int) -> np.ndarray:
-    """Returns [P] bool: whether all rewards of a group are equal.
+    """[P] bool: whether all rewards of a group are equal.
 
     rewards: [B], or [B, functions]; then the rewards must be equal in each column. NaN is ignored.
     """
@@ -103,7 +104,8 @@ def equal_groups(rewards: np.ndarray, num_pre_q: int) -> np.ndarray:
 
 
 def _centered(groups: np.ndarray) -> np.ndarray:
-    """Groups [P, K] minus the mean of each group, without NaN; exact zeros for equal rewards."""
+    """Groups [P, K] minus the mean of each group; exact zeros for equal rewards. NaN does not count
+    in the mean, and stays NaN."""
     count = np.maximum((~np.isnan(groups)).sum(axis=1, keepdims=True), 1)
     centered = groups - np.nansum(groups, axis=1, keepdims=True) / count
     low, high = (f.reduce(groups, axis=1, keepdims=True) for f in (np.fmin, np.fmax))  # [P, 1]
@@ -112,7 +114,7 @@ def _centered(groups: np.ndarray) -> np.ndarray:
 
 
 def _std(values: np.ndarray, axis: int | None = None) -> np.ndarray:
-    """Returns the std with ddof 1, without NaN; 0 for fewer than two values."""
+    """The std with ddof 1 of the values that are not NaN; 0 for fewer than two values."""
     count = (~np.isnan(values)).sum(axis=axis, keepdims=True)
     mean = np.nansum(values, axis=axis, keepdims=True) / np.maximum(count, 1)
     squares = np.nansum((values - mean) ** 2, axis=axis, keepdims=True)
@@ -179,7 +181,7 @@ def policy_loss(
     entropy: jax.Array | None = None,
     top_mask: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns the objective of a micro-batch, a scalar, and its metrics.
+    """The objective of a micro-batch, a scalar, and its metrics.
 
     The objectives of an update's micro-batches are summed, and MERGE reduces their metrics.
     logps, old_logps, ref_logps, sampling_logps: [B, T] float32 nats of the sampled tokens, by the
@@ -269,7 +271,7 @@ def _token_loss(
     logps: jax.Array,
     sequence_tokens: jax.Array,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns the loss of each token, and where it is clipped; in dppo, where it is dropped.
+    """The loss of each token, and where it is clipped; in dppo, where it is dropped.
 
     ratio, log_ratio: [B, T], or [B, 1] of sequences; 1 and 0 where the mask is 0. A: [B, 1]
     advantages, or [B, T]. logps: [B, T], 0 where the mask is 0. sequence_tokens: [B, 1]. Both
@@ -308,8 +310,10 @@ def _token_loss(
         k, lambda_ = jnp.where(A < 0, 3, 2), jnp.where(A < 0, 2, 3)  # as in the paper
         phi = jnp.exp(k * log_w + lambda_ * (1 - jnp.exp(log_w)))
         return -jax.lax.stop_gradient(phi) * A * logps, {}
-    else:  # sft; _divisor refuses any other name
+    elif objective.loss_type == "sft":
         return -logps, {}
+    else:
+        raise ValueError(f"LOSS_TYPE={objective.loss_type} is not known")
     is_clipped = {"low": low, "high": high, "region": low | high}
     return loss, {f"clip_ratio/{side}_mean": x for side, x in is_clipped.items()}
 
@@ -320,15 +324,14 @@ def _divisor(
     num_sequences: jax.Array | float,
     sequence_tokens: jax.Array,
 ) -> jax.Array | float:
-    """Returns the divisor of the loss of a token: a number, or [B, 1] of the sequences."""
+    """The divisor of the loss of a token: a number, or [B, 1] of the sequences."""
     if objective.loss_type in ("grpo", "gspo", "sapo", "gmpo"):
         return sequence_tokens * num_sequences
     if objective.loss_type in ("dapo", "cispo", "vespo", "dppo_tv", "dppo_kl", "sft"):
         return num_tokens
     if objective.loss_type == "luspo":
         return num_sequences
-    if objective.loss_type != "dr_grpo":
-        raise ValueError(f"LOSS_TYPE={objective.loss_type} is not known")
+    assert objective.loss_type == "dr_grpo", f"no divisor for {objective.loss_type}"
     if objective.max_length_sample < 1:
         text = f"max_length_sample={objective.max_length_sample}"
         raise ValueError(f"LOSS_TYPE=dr_grpo divides by {text}")
@@ -341,7 +344,7 @@ def _clip_metrics(
     num_tokens: jax.Array | float,
     num_sequences: jax.Array | float,
 ) -> dict[str, jax.Array]:
-    """Returns this micro-batch's parts of the update's means of `is_clipped`, and the extremes over
+    """This micro-batch's parts of the update's means of `is_clipped`, and the extremes over
     its sequences that have a token.
 
     is_clipped: from _token_loss, [B, T] or [B, 1] bool; False where the mask is 0, since the ratio
@@ -360,7 +363,7 @@ def _clip_metrics(
 
 
 def _kl(objective: Objective, gap: jax.Array, ratio: jax.Array) -> jax.Array:
-    """Returns the KL estimate of each token [B, T]. gap: ref_logps - logps [B, T]. ratio: [B, T],
+    """The KL estimate of each token [B, T]. gap: ref_logps - logps [B, T]. ratio: [B, T],
     or [B, 1] of sequences.
 
     Source: http://joschu.net/blog/kl-approx.html.
@@ -386,7 +389,7 @@ def sampler_weights(
     floor: float,
     cap: float,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns the importance weights of a sampler whose probabilities differ from the trainer's.
+    """The importance weights of a sampler whose probabilities differ from the trainer's.
 
     A weight is the trainer's probability of the sample / the sampler's probability: of each token
     [B, T], or of the sequence [B, 1] if mode is sequence_*. A weight below floor or above cap
@@ -410,7 +413,7 @@ def sampler_weights(
 
 
 def top_entropy_mask(entropy: np.ndarray, mask: np.ndarray, quantile: float) -> np.ndarray:
-    """Returns [B, T] bool: the tokens of a step whose entropy is among the highest.
+    """[B, T] bool: the tokens of a step whose entropy is among the highest.
 
     entropy, mask: [B, T]. quantile: the fraction of tokens to keep.
     Source: arXiv 2506.01939; the threshold is interpolated between tokens, as in TRL.

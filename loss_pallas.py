@@ -54,7 +54,7 @@ class Kernel(NamedTuple):
         temperature: float = 1.0,
         mesh: Mesh | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns log p of `ids` and the entropy of each distribution, both [...] float32 nats.
+        """Log p of `ids` and the entropy of each distribution, both [...] float32 nats.
 
         hidden: [..., D] bfloat16 or float32; the matmuls use this dtype. lm_head: [V, D].
         ids: [...] int32. The logits are float32, divided by temperature.
@@ -70,7 +70,7 @@ class Kernel(NamedTuple):
 def reference(
     hidden: jax.Array, lm_head: jax.Array, ids: jax.Array, temperature: float = 1.0
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the same as the kernel, from an array of all logits."""
+    """The same as the kernel, from an array of all logits."""
     logits = _dot(hidden, lm_head.astype(hidden.dtype), hidden.ndim - 1, 1) / temperature
     table = jax.nn.log_softmax(logits)  # [..., V]
     logps = jnp.take_along_axis(table, ids[..., None], axis=-1)[..., 0]
@@ -136,7 +136,7 @@ class Tiles(NamedTuple):
         return jnp.minimum(i * self.size, self.rows - self.size)
 
     def load(self, lm_head: jax.Array, i: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns tile i, gathered over fsdp, [tile, D]; and [2] int32: the token id of its first
+        """Tile i, gathered over fsdp, [tile, D]; and [2] int32: the token id of its first
         row, and the number of rows at its front that the previous tile has counted already."""
         w = jax.lax.dynamic_slice_in_dim(lm_head, self.start(i), self.size).astype(dtype)
         first = self.start(i)
@@ -163,13 +163,13 @@ def _tiles(call: Call, hidden: jax.Array, lm_head: jax.Array) -> Tiles:
 def _forward_shard(
     call: Call, hidden: jax.Array, lm_head: jax.Array, ids: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns logps, entropy and logsumexp of this device's tokens, each [...] as ids."""
+    """Logps, entropy and logsumexp of this device's tokens, each [...] as ids."""
     shape, tiles = ids.shape, _tiles(call, hidden, lm_head)
     hidden, ids = hidden.reshape(-1, hidden.shape[-1]), ids.reshape(-1, 1)
 
     def add_tile(i: jax.Array, statistics: jax.Array) -> jax.Array:
-        w, position = tiles.load(lm_head, i, hidden.dtype)
-        return _forward_tile(call, position, hidden, w, ids, statistics)
+        w, tile_offset = tiles.load(lm_head, i, hidden.dtype)
+        return _forward_tile(call, tile_offset, hidden, w, ids, statistics)
 
     zeros = jnp.zeros((len(ids), 1))
     statistics = _pack(zeros + MASKED, zeros, zeros, zeros)
@@ -190,15 +190,15 @@ def _forward_shard(
 def _backward_shard(
     call: Call, hidden: jax.Array, lm_head: jax.Array, ids: jax.Array, *token_arrays: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the gradients of hidden and lm_head, in their dtypes. token_arrays: entropy,
+    """The gradients of hidden and lm_head, in their dtypes. token_arrays: entropy,
     logsumexp, and the gradients of logps and entropy, each [...]."""
     shape, tiles = hidden.shape, _tiles(call, hidden, lm_head)
     hidden, ids = hidden.reshape(-1, shape[-1]), ids.reshape(-1, 1)
     inputs = _pack(*(x.reshape(-1, 1) for x in token_arrays))
 
     def add_tile(i: jax.Array, grads: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        w, position = tiles.load(lm_head, i, hidden.dtype)
-        grad_hidden, grad_w = _backward_tile(call, position, hidden, w, ids, inputs, grads[0])
+        w, tile_offset = tiles.load(lm_head, i, hidden.dtype)
+        grad_hidden, grad_w = _backward_tile(call, tile_offset, hidden, w, ids, inputs, grads[0])
         return grad_hidden, tiles.add(grads[1], i, grad_w)
 
     zeros = jnp.zeros(hidden.shape), jnp.zeros(lm_head.shape)
@@ -213,32 +213,32 @@ def _backward_shard(
 
 
 def _logits(
-    call: Call, position: Any, hidden: jax.Array, w: jax.Array, ids: jax.Array
+    call: Call, tile_offset: Any, hidden: jax.Array, w: jax.Array, ids: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns three arrays [block, tile]: the float32 logits, whether a logit is new (its row is
+    """Three arrays [block, tile]: the float32 logits, whether a logit is new (its row is
     not one that the previous tile has counted), and whether it is the sampled token's new logit."""
     logits = _dot(hidden, w, 1, 1) * (1 / call.temperature)
     column = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    is_new = column >= position[1]
-    return logits, is_new, is_new & (column == ids - position[0])
+    is_new = column >= tile_offset[1]
+    return logits, is_new, is_new & (column == ids - tile_offset[0])
 
 
 def _forward_tile(
     call: Call,
-    position: jax.Array,
+    tile_offset: jax.Array,
     hidden: jax.Array,
     w: jax.Array,
     ids: jax.Array,
     statistics: jax.Array,
 ) -> jax.Array:
-    """Returns the statistics [tokens, COLUMNS] with the tile added. They are, with e = exp(logit -
+    """The statistics [tokens, COLUMNS] with the tile added. They are, with e = exp(logit -
     largest): the largest logit, the sampled token's logit, the sum of e, and the sum of
-    e (logit - largest). position: of Tiles.load."""
+    e (logit - largest). tile_offset: of Tiles.load."""
     tokens, D = hidden.shape
     block = min(_block(call, hidden), tokens)
 
     def kernel(
-        position_ref: Ref,  # [2]
+        offset_ref: Ref,  # [2]
         hidden_ref: Ref,  # [block, D]
         w_ref: Ref,  # [tile, D]
         ids_ref: Ref,  # [block, 1]
@@ -247,13 +247,13 @@ def _forward_tile(
     ) -> None:
         largest, chosen, total, weighted = _unpack(before_ref[...])  # each [block, 1]
         arrays = hidden_ref[...], w_ref[...], ids_ref[...]
-        logits, is_new, is_sampled = _logits(call, position_ref, *arrays)
+        logits, is_new, is_sampled = _logits(call, offset_ref, *arrays)
         logits = jnp.where(is_new, logits, MASKED)
         max_logit = jnp.maximum(largest, logits.max(axis=1, keepdims=True))
-        fall, below = largest - max_logit, logits - max_logit
-        scale, e = jnp.exp(fall), jnp.exp(below)
+        old_shift, below = largest - max_logit, logits - max_logit
+        scale, e = jnp.exp(old_shift), jnp.exp(below)
         chosen += jnp.where(is_sampled, logits, 0.0).sum(axis=1, keepdims=True)
-        weighted = scale * (weighted + fall * total) + (e * below).sum(axis=1, keepdims=True)
+        weighted = scale * (weighted + old_shift * total) + (e * below).sum(axis=1, keepdims=True)
         total = scale * total + e.sum(axis=1, keepdims=True)
         after_ref[...] = _pack(max_logit, chosen, total, weighted)
 
@@ -269,19 +269,19 @@ def _forward_tile(
         out_specs=token_spec(COLUMNS),
         out_shape=jax.ShapeDtypeStruct(statistics.shape, statistics.dtype),
         **_settings(call, "parallel"),
-    )(position, hidden, w, ids, statistics)
+    )(tile_offset, hidden, w, ids, statistics)
 
 
 def _backward_tile(
     call: Call,
-    position: jax.Array,
+    tile_offset: jax.Array,
     hidden: jax.Array,
     w: jax.Array,
     ids: jax.Array,
     inputs: jax.Array,
     grad_hidden: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns grad_hidden [tokens, D] plus the tile's part, and grad_w [tile, D], both float32.
+    """grad_hidden [tokens, D] plus the tile's part, and grad_w [tile, D], both float32.
     Each block of tokens adds to its part of grad_hidden, and all blocks of a core add to the same
     grad_w. inputs: [tokens, COLUMNS], as _backward_shard packs them.
 
@@ -295,7 +295,7 @@ def _backward_tile(
     cores = cores if blocks % cores == 0 else 1
 
     def kernel(
-        position_ref: Ref,  # [2]
+        offset_ref: Ref,  # [2]
         hidden_ref: Ref,  # [block, D]
         w_ref: Ref,  # [tile, D]
         ids_ref: Ref,  # [block, 1]
@@ -306,7 +306,7 @@ def _backward_tile(
     ) -> None:
         hidden, w = hidden_ref[...], w_ref[...]
         entropy, logsumexp, grad_logp, grad_entropy = _unpack(inputs_ref[...])  # each [block, 1]
-        logits, is_new, is_sampled = _logits(call, position_ref, hidden, w, ids_ref[...])
+        logits, is_new, is_sampled = _logits(call, offset_ref, hidden, w, ids_ref[...])
         logp = logits - logsumexp
         p = jnp.where(is_new, jnp.exp(logp), 0.0)
         g = jnp.where(is_sampled, grad_logp, 0.0)
@@ -342,7 +342,7 @@ def _backward_tile(
         ],
         input_output_aliases={5: 0},  # grad_hidden is updated in place.
         **_settings(call, "parallel", "arbitrary"),
-    )(position, hidden, w, ids, inputs, grad_hidden)
+    )(tile_offset, hidden, w, ids, inputs, grad_hidden)
     return grad_hidden, grad_w.sum(axis=0)
 
 
@@ -371,13 +371,13 @@ def _dot(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
 
 
 def _vmem_and_cores(device_kind: str) -> tuple[int, int]:
-    """Returns (VMEM bytes of a core, cores of a device); an unknown chip gets (16 MiB, 1)."""
+    """(VMEM bytes of a core, cores of a device); an unknown chip gets (16 MiB, 1)."""
     mib, cores = next((CORES[name] for name in CORES if device_kind.startswith(name)), (16, 1))
     return mib * 2**20, cores
 
 
 def block_sizes(D: int, itemsize: int, device_kind: str) -> tuple[int, int]:
-    """Returns (tokens of a block, rows of a tile), the largest whose backward fits into VMEM.
+    """(tokens of a block, rows of a tile), the largest whose backward fits into VMEM.
 
     With more rows in a tile, hidden and its gradient are read from HBM fewer times.
     Raises ValueError if no size fits.

@@ -11,12 +11,20 @@ import numpy as np
 from infra.chips import chip_of, memory_peaks
 from infra.log import Clock, RunLog, mean_without_nan, to_json_values
 from loss import MERGE, equal_groups
+from model.network import ComputeConfig
 from model.params import ModelConfig
 from model.placement import update_flops
-from rollout import RolloutConfig, decode_part, have_equal_rewards, parts_of, texts_of
+from rollout import (
+    RolloutConfig,
+    completion_parts,
+    completion_texts,
+    decode_part,
+    have_equal_rewards,
+)
 from rows import Batch
 
 if TYPE_CHECKING:
+    from config import Config
     from startup import Run
 
 # The largest mean difference, in nats, between the sampler's log-probabilities and the trainer's
@@ -82,6 +90,19 @@ def log_step(run: "Run", log: RunLog, step: Step) -> None:
         log.print_line(sample_table(step.index, entries[0]))
 
 
+def drift_level(
+    cfg: "Config", train_compute: ComputeConfig, rollout_compute: ComputeConfig
+) -> float:
+    """The level of DRIFT_LEVELS for the dtypes of a run. It is infinite if the sampler's
+    log-probabilities are those of a filtered distribution, which the trainer does not replay."""
+    if cfg.filters_logps():
+        return math.inf
+    # The linear layers of Qwen3.5 enlarge rounding: 0.06 where a Qwen3 of the same size has 0.026.
+    scale = 2 if train_compute.model.qwen35 else 1
+    computes = (train_compute, rollout_compute)
+    return scale * max(DRIFT_LEVELS[str(compute.dtype)] for compute in computes)
+
+
 def raise_if_logps_differ(metrics: Mapping[str, float], drift_level: float) -> None:
     """Raises RuntimeError if the log-probabilities of sampler and trainer differ by more than
     drift_level nats on average, the most that rounding explains. metrics: of the first step of a
@@ -132,7 +153,7 @@ def step_record(step: Step, rollout: RolloutConfig, local_batch: int) -> dict[st
     seconds, step_s = phase_seconds(step.clock), step.clock.total()
     compiled = step.clock.compiled()  # the seconds of each compilation
     batch, prompt_lengths = step.batch, step.batch.prompt_lengths()
-    tokens = batch.drawn_mask.sum()
+    tokens = batch.sampled_mask.sum()
     record = {
         name if name.startswith("throughput/") else f"train-other/{name}": value
         for name, value in step.metrics.items()
@@ -155,7 +176,7 @@ def step_record(step: Step, rollout: RolloutConfig, local_batch: int) -> dict[st
     record["time/train/step_s"] = step_s
     record["compile/programs"] = len(compiled)
     record["compile/s"] = sum(compiled)
-    computed = batch.computed_tokens.sum()
+    computed = batch.decode_steps.sum()
     record["throughput/rollout/computed_per_token"] = computed / tokens
     record["throughput/train/valid_tokens_per_s"] = tokens / step_s
     record["throughput/train/valid_tokens_per_s_update"] = tokens / seconds["update"]
@@ -174,7 +195,7 @@ def device_record(step: Step, model: ModelConfig, updates_per_step: int) -> dict
         lengths = step.batch.lengths.reshape(-1, K)  # [P, K]
         flops = update_flops(model, step.batch.prompt_lengths()[::K], lengths)
         computed = step.metrics["update_token_count"] * updates_per_step
-        flops *= computed / step.batch.drawn_mask.sum()
+        flops *= computed / step.batch.sampled_mask.sum()
         peak = 1e12 * chip.tflops * jax.device_count()  # FLOPs per second
         record["throughput/update/mfu"] = flops / seconds["update"] / peak
     return record
@@ -222,8 +243,8 @@ def completion_record(prefix: str, rollout: RolloutConfig, batch: Batch) -> dict
     record |= _spread(f"{prefix}seq_len/completion", batch.lengths, "mean", "max")
     record[f"{prefix}seq_len/completion/hit_max_frac"] = 1 - batch.stopped.mean()
     if rollout.environments is not None:
-        drawn_tokens = batch.drawn_mask.sum(axis=1)  # [B]
-        turns = (np.diff(batch.drawn_mask, axis=1, prepend=0) == 1).sum(axis=1)  # [B]
+        drawn_tokens = batch.sampled_mask.sum(axis=1)  # [B]
+        turns = (np.diff(batch.sampled_mask, axis=1, prepend=0) == 1).sum(axis=1)  # [B]
         record[f"{prefix}turns/number"] = turns.mean()
         record[f"{prefix}turns/drawn_tokens"] = drawn_tokens.mean()
         record[f"{prefix}turns/environment_tokens"] = (batch.lengths - drawn_tokens).mean()
@@ -251,12 +272,15 @@ def dialogues_of(rollout: RolloutConfig, batch: Batch) -> list[str]:
     """The text of each completion for people to read. With an environment it has all turns, with
     the speaker of each part."""
     if rollout.environments is None:
-        return texts_of(rollout, batch.prompts, batch)
+        return completion_texts(rollout, batch.prompts, batch)
     speakers = "[environment]", "[policy]"
 
     dialogues = []
     for i in range(len(batch.lengths)):
-        parts = [(speakers[k], decode_part(rollout, ids).strip()) for k, ids in parts_of(batch, i)]
+        parts = [
+            (speakers[k], decode_part(rollout, ids).strip())
+            for k, ids in completion_parts(batch, i)
+        ]
         dialogues.append("\n".join(f"{speaker} {text}" for speaker, text in parts))
     return dialogues
 

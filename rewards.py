@@ -108,7 +108,7 @@ _BRACES = re.compile(r"\\boxed\{|\\.|[{}]", re.DOTALL)  # \{ and \} are printed,
 
 
 def parse_number(text: str) -> Fraction | None:
-    r"""Returns the exact value of the last number in `text`, or None.
+    r"""The exact value of the last number in `text`, or None.
 
     It reads 1,234 and .5 and 5. and -$5 and 3/4 and 1 1/2 and 2e3 and LaTeX fractions. It ignores
     units, currencies and the percent sign (50% is 50, as GSM8K writes it). It returns None for a
@@ -141,21 +141,21 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def _with_slash(fraction: re.Match) -> str:
-    r"""Returns -3/4 for -\frac{3}{4}, \frac{-3}{4} and \frac{3}{-4}, apart from a digit before."""
+    r"""-3/4 for -\frac{3}{4}, \frac{-3}{4} and \frac{3}{-4}, apart from a digit before."""
     digit, top, bottom = (part.strip("{- }") for part in fraction.groups())
     sign = "-" if fraction[0].count("-") % 2 else " " if digit else ""
     return f"{digit}{sign}{top}/{bottom}"
 
 
 def _value(term: str) -> Fraction | None:
-    """Returns the value of 1,234.5 or 2e3; None for 100,00, for 000, for 10 000 and for numbers of
+    """The value of 1,234.5 or 2e3; None for 100,00, for 000, for 10 000 and for numbers of
     absurd length."""
     is_number = len(term) <= _MAX_NUMBER and _VALUE.fullmatch(term)
     return Fraction(term.replace(",", "")) if is_number else None
 
 
 def extract_answer(text: str) -> Fraction | None:
-    """Returns the number that a completion gives as its answer, or None.
+    """The number that a completion gives as its answer, or None.
 
     The answer is the last number in the last closed <answer>. If no <answer> is closed (a truncated
     completion), it is the last number after the last <answer>. If there is no <answer> at all, it
@@ -166,13 +166,13 @@ def extract_answer(text: str) -> Fraction | None:
 
 
 def _closed_answer(text: str) -> str | None:
-    """Returns the text in the last closed <answer>, or None."""
+    """The text in the last closed <answer>, or None."""
     _, opened, answer = text.rpartition("</answer>")[0].rpartition("<answer>")
     return answer.partition("</answer>")[0] if opened else None
 
 
 def marked_answer(text: str) -> str | None:
-    r"""Returns the text in the last closed <answer>, else in the last closed \boxed{}, or None."""
+    r"""The text in the last closed <answer>, else in the last closed \boxed{}, or None."""
     answer = _closed_answer(text)
     if answer is not None:
         return answer
@@ -186,7 +186,7 @@ def marked_answer(text: str) -> str | None:
 
 
 def reference_number(answer: object) -> Fraction | None:
-    """Returns the number of a right answer: the last number after the last ####, as in GSM8K, or
+    """The number of a right answer: the last number after the last ####, as in GSM8K, or
     without #### the last number of the text."""
     return parse_number(str(answer).rpartition("####")[2])
 
@@ -215,7 +215,7 @@ def exact_match(completions: list[str], answer: list[str], **columns: list) -> R
 
 
 def _folded(answer: str | None) -> str | None:
-    """Returns the answer without what exact_match ignores; None for a blank one."""
+    """The answer without what exact_match ignores; None for a blank one."""
     text = normalize("NFC", answer or "").translate(_WIDE)
     return "".join(text.split()).removesuffix(".").removesuffix("。").casefold() or None
 
@@ -262,7 +262,7 @@ def repetition_penalty(
 
 
 def overlong_penalty(max_length: int, overlong_cache: int) -> RewardFunction:
-    """Returns soft_overlong_penalty: 0 up to max_length - overlong_cache tokens, then it falls
+    """soft_overlong_penalty: 0 up to max_length - overlong_cache tokens, then it falls
     linearly to -1.
 
     max_length: tokens of the longest possible completion. Source: DAPO, arXiv 2503.14476 eq. 13.
@@ -289,7 +289,7 @@ def total_rewards(
     functions: Sequence[RewardFunction],
     weights: Sequence[float],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the total rewards [completions] and the rewards of each function [completions,
+    """The total rewards [completions] and the rewards of each function [completions,
     functions], both float64.
 
     columns: lists with a value for each completion. weights: [functions]. A total is the weighted
@@ -307,7 +307,7 @@ def total_rewards(
 
 
 def reward_entries(reward_fn: str) -> list[str]:
-    """Returns the entries of REWARD_FN, each a function or file.py:name; without REWARD_FN, the
+    """The entries of REWARD_FN, each a function or file.py:name; without REWARD_FN, the
     names in DEFAULTS."""
     return [entry.strip() for entry in reward_fn.split(",")] if reward_fn else list(DEFAULTS)
 
@@ -315,7 +315,7 @@ def reward_entries(reward_fn: str) -> list[str]:
 def parse_reward_weights(
     reward_weights: tuple[float, ...], reward_fn: str, names: Sequence[str]
 ) -> tuple[float, ...]:
-    """Returns REWARD_WEIGHTS; if it is empty, 1 for each function, and without REWARD_FN the
+    """REWARD_WEIGHTS; if it is empty, 1 for each function, and without REWARD_FN the
     weights of DEFAULTS. names: of the functions. Raises UserMistake if the number of weights is
     wrong, or if two functions have the same name."""
     if repeated := [name for name in names if names.count(name) > 1]:
@@ -354,7 +354,7 @@ def load_reward_functions(
     overlong_cache: int,
     workers: dict[str, RewardWorker],
 ) -> list[RewardFunction]:
-    """Returns the functions that REWARD_FN names, in its order; without names those of DEFAULTS.
+    """The functions that REWARD_FN names, in its order; without names those of DEFAULTS.
 
     reward_fn: names separated by commas, each of a function of this file or file.py:name.
     timeout_s: REWARD_TIMEOUT_S, the time limit of each call to a function of a file. max_length,

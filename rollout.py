@@ -50,7 +50,7 @@ class RolloutConfig:
     max_turns: int  # the most turns of the policy in a completion
     global_length: int  # the least S
     max_prompt_width: int  # S+1 for the longest prompt of the run
-    stop: StopSignal
+    stop_signal: StopSignal
 
 
 # ---- Completions ---------------------------------------------------------------------------------
@@ -70,6 +70,7 @@ def prompts_of_round(
     prompts = [train_prompts[i] for i in indices]
     if rollout.environments is None:
         return prompts
+    # The episodes of evaluations have the number 0, evaluation.EVALUATION_ROUND.
     return rollout.environments.begin_episodes(rollout, prompts, round_number + 1, K)
 
 
@@ -96,7 +97,7 @@ def complete(
     sequences_per_pass = prompts_per_pass * completions_per_prompt
     with progress_bar(title, total, "completions") as bar:
         for i in range(0, len(local_prompts), prompts_per_pass):
-            rollout.stop.raise_if_stopped()
+            rollout.stop_signal.raise_if_stopped()
             ids = [prompt.ids for prompt in local_prompts[i : i + prompts_per_pass]]
             prompt_ids, prompt_mask = data.pad_prompts(ids, width, rollout.stopping.pad_id)
             first = i * completions_per_prompt
@@ -114,20 +115,20 @@ def complete(
 # ---- Texts and rewards ---------------------------------------------------------------------------
 
 
-def texts_of(
+def completion_texts(
     rollout: RolloutConfig, prompts: list[data.Prompt], completions: Completions | Batch
 ) -> list[str]:
     """The text of each completion. prompts: each once, in the order of their completions."""
     count = len(completions.lengths)
-    return [text_of(rollout, prompts, completions, i) for i in range(count)]
+    return [completion_text(rollout, prompts, completions, i) for i in range(count)]
 
 
-def text_of(
+def completion_text(
     rollout: RolloutConfig, prompts: list[data.Prompt], completions: Completions | Batch, i: int
 ) -> str:
     """The text that is rewarded: that of the last turn of completion i, after a <think> tag that
     the chat template has opened in the prompt."""
-    ids = [ids for is_drawn, ids in parts_of(completions, i) if is_drawn][-1]
+    ids = [ids for is_drawn, ids in completion_parts(completions, i) if is_drawn][-1]
     prompt = prompts[i * len(prompts) // len(completions.lengths)]
     return data.open_think_tag(prompt, rollout.tokenizer) + decode_part(rollout, ids)
 
@@ -139,12 +140,12 @@ def decode_part(rollout: RolloutConfig, ids: list[int]) -> str:
     return rollout.tokenizer.decode(ids[:-1] if has_stop_token else ids)
 
 
-def parts_of(completions: Completions | Batch, i: int) -> list[tuple[int, list[int]]]:
+def completion_parts(completions: Completions | Batch, i: int) -> list[tuple[int, list[int]]]:
     """The tokens of completion i, turn by turn: (1, tokens that the policy has drawn), then
     (0, tokens of the environment's message), and so on."""
     length = completions.lengths[i]
     ids = completions.completion_ids[i, :length].tolist()
-    mask = completions.drawn_mask[i, :length].tolist()
+    mask = completions.sampled_mask[i, :length].tolist()
     parts = itertools.groupby(zip(mask, ids, strict=True), key=operator.itemgetter(0))
     return [(is_drawn, [token for _, token in part]) for is_drawn, part in parts]
 
@@ -155,13 +156,13 @@ def reward_completions(
     """The weighted total rewards [count] of the completions of these prompts, and the rewards
     of each function [count, functions], both float64; NaN where no function applies. Raises
     UserMistake."""
-    texts = texts_of(rollout, prompts, completions)
+    texts = completion_texts(rollout, prompts, completions)
     K = len(texts) // len(prompts)
     columns: dict[str, list[Any]] = {
         name: [prompt.columns.get(name) for prompt in prompts for _ in range(K)]
         for name in prompts[0].columns
     }
-    ids, is_drawn = completions.completion_ids, completions.drawn_mask > 0
+    ids, is_drawn = completions.completion_ids, completions.sampled_mask > 0
     columns["completion_ids"] = [x[mask].tolist() for x, mask in zip(ids, is_drawn, strict=True)]
     if rollout.environments is not None:
         columns["environments"] = completions.sequence_ids.tolist()
@@ -186,11 +187,11 @@ def gather_batch(
     arrays = {name: x for name, x in completions._asdict().items() if x is not None}
     del arrays["sequence_ids"]
     arrays |= {"rewards": rewards, "function_rewards": function_rewards}
-    arrays["completion_mask"] = completions.drawn_mask
+    arrays["completion_mask"] = completions.sampled_mask
     # A completion has stopped if its last token is a stop token that the policy has drawn.
     last = completions.lengths[:, None] - 1
     last_ids = np.take_along_axis(completions.completion_ids, last, axis=1)[:, 0]  # [count]
-    is_drawn = np.take_along_axis(completions.drawn_mask, last, axis=1)[:, 0] > 0  # [count]
+    is_drawn = np.take_along_axis(completions.sampled_mask, last, axis=1)[:, 0] > 0  # [count]
     arrays["stopped"] = np.isin(last_ids, stop_ids) & is_drawn
     return Batch(prompts, **gather_processes(arrays))
 

@@ -14,7 +14,7 @@ A row of S = 4 + C = 8 slots with two prompts, `a b c` and `p q r`, and three co
     segment_ids 0 0 1 1   0 0 0  1 1  1 -1 -1       the input's prompt, by its index in the row
     start       0 0 2 2   4 4 4  7 7  9 10 11       the slot where its prompt or completion begins
     targets               x y z  u v  w  .  .       the next token, whose log-probability is needed
-    slots                 0 1 2  3 4  5             the target slots of each completion, from S on
+    target_slots          0 1 2  3 4  5             those of each completion, counted from S on
 
 The attention mask has a line for each input token, with an x for each key that it attends to:
 
@@ -65,8 +65,8 @@ class Batch(NamedTuple):
     completion_mask: np.ndarray
     lengths: np.ndarray  # [B] int32 tokens, stop tokens and an environment's tokens included
     sampling_logps: np.ndarray  # [B, T] float32 nats
-    computed_tokens: np.ndarray | None = None  # [B] int32, decoding steps computed for the sequence
-    drawn_mask: np.ndarray | None = None  # [B, T] int32, 1 on the tokens that the policy has drawn
+    decode_steps: np.ndarray | None = None  # [B] int32, of the sequence and its padding
+    sampled_mask: np.ndarray | None = None  # [B, T] int32, 1 on tokens that the policy sampled
     stopped: np.ndarray | None = None  # [B] bool: it ended with a stop token and was not cut off
     rewards: np.ndarray | None = None  # [B] float64, weighted total; NaN: no function applies
     function_rewards: np.ndarray | None = None  # [B, functions] float64; NaN: it does not apply
@@ -76,7 +76,7 @@ class Batch(NamedTuple):
     teacher_logps: np.ndarray | None = None  # [B, T] float32 nats
     top_mask: np.ndarray | None = None  # [B, T] int32, 1 on the tokens of TOP_ENTROPY_QUANTILE
     support: np.ndarray | None = None  # [B, T, U] int32 ids, -1 in unused slots
-    cut_tokens: np.ndarray | None = None  # [B] int32, tokens whose support was cut to U ids
+    cut_tokens: np.ndarray | None = None  # [B] int32, as in Completions
 
     def completions_per_prompt(self) -> int:
         return len(self.lengths) // len(self.prompts)
@@ -119,7 +119,7 @@ class MicroBatch(NamedTuple):
     segment_ids: Any  # [X, S+C] int32, -1 on padding
     start: Any  # [X, S+C] int32
     targets: Any  # [X, C] int32
-    slots: Any  # [X, Q, T] int32, the targets of each sequence: indices into C; 0 on padding
+    target_slots: Any  # [X, Q, T] int32, of each sequence: indices into targets; 0 on padding
     sequence_indices: Any  # [X*Q] int32, of each sequence in its batch; -1: an unused slot
     completion_mask: Any  # [X*Q, T] int32, 1 on the tokens of the loss; 0 in unused slots
     sampling_logps: Any  # [X*Q, T] float32 nats
@@ -147,9 +147,9 @@ class RowLimits(NamedTuple):
 
     shards: int  # parts of a micro-step; a device, or the devices of a tp group, computes each
     sequences_per_shard: int  # in a micro-step, if all of them have T tokens
-    completions: int  # K: completions per prompt
+    completions_per_prompt: int  # K
     max_length_sample: int  # T: the most tokens of a completion
-    longest_prompt: int  # S of a row with only the run's longest prompt
+    longest_prompt_slots: int  # S of a row with only the run's longest prompt
     unit: int = 1  # S and C are multiples of it, and it divides S_STEP
     chunk: int = 1  # as in RowShape; it divides unit
 
@@ -158,8 +158,8 @@ class RowLimits(NamedTuple):
         row of the run has at most S + C slots, and at most C of them for completions; S may be
         larger."""
         count = self.sequences_per_shard
-        prompts = count // prompt_share(self.completions, count)
-        sizes = self.longest_prompt, count // prompts * self.max_length_sample
+        prompts = count // prompt_share(self.completions_per_prompt, count)
+        sizes = self.longest_prompt_slots, count // prompts * self.max_length_sample
         sizes = [prompts * next_multiple(size, self.chunk) for size in sizes]
         S, C = (next_multiple(size, self.unit) for size in sizes)
         return RowShape(S, C, SHORT_SEQUENCES * count, self.chunk)
@@ -174,8 +174,8 @@ def plan_rows(
     sequences: indices in the batch, in ascending order.
     """
     longest_prompt = max(len(prompt.ids) for prompt in batch.prompts)
-    if longest_prompt > limits.longest_prompt + 1:  # with the text of an environment's reset
-        limits = limits._replace(longest_prompt=prompt_width(longest_prompt) - 1)
+    if longest_prompt > limits.longest_prompt_slots + 1:  # with the text of an environment's reset
+        limits = limits._replace(longest_prompt_slots=prompt_width(longest_prompt) - 1)
     widest = limits.widest()
     if len(sequences) == 0:
         return [], widest
@@ -187,7 +187,7 @@ def plan_rows(
                 sum(prompt_slots(batch, p, widest) for p in prompts_of(batch, row)) for row in rows
             )
             steps = [rows[i : i + limits.shards] for i in range(0, count, limits.shards)]
-            S = round_up(S, S_STEP * max(C // LONG_C, 1))
+            S = round_to_grid(S, S_STEP * max(C // LONG_C, 1))
             return steps, widest._replace(S=min(S, most_S), C=C)
     raise AssertionError("no layout found, although a row per sequence fits")
 
@@ -201,7 +201,7 @@ def rows_to_try(lengths: np.ndarray, limits: RowLimits) -> Iterator[tuple[int, i
         count = micro_steps * limits.shards
         C = max(int(lengths.max()), math.ceil(lengths.sum() / count))
         while C <= largest_C:
-            C = min(round_up(C, C_STEP), largest_C)
+            C = min(round_to_grid(C, C_STEP), largest_C)
             yield count, C
             C += 1
 
@@ -243,8 +243,9 @@ def fill_rows(
     return rows
 
 
-def round_up(n: int, step: int) -> int:
-    """n rounded up to a multiple of `step`, or of a larger one: few sizes for each power of two."""
+def round_to_grid(n: int, step: int) -> int:
+    """n rounded up to a multiple of `step`, or of a larger step, so that there are at most
+    GRID_VALUES sizes between two powers of two: 1280, 1536, 1792, 2048 after 1024."""
     half_power = 2 ** math.ceil(math.log2(max(n, 1))) // 2
     step = max(half_power // GRID_VALUES, step)
     return max(math.ceil(n / step), 1) * step
@@ -269,7 +270,7 @@ def pack(batch: Batch, rows: Sequence[Sequence[int]], shape: RowShape, pad_id: i
     ids, positions = np.full((X, S + C), pad_id, np.int32), np.zeros((X, S + C), np.int32)
     segment_ids = np.full((X, S + C), -1, np.int32)
     start = np.tile(np.arange(S + C, dtype=np.int32), (X, 1))  # padding begins at itself
-    targets, slots = np.full((X, C), pad_id, np.int32), np.zeros((X, Q, T), np.int32)
+    targets, target_slots = np.full((X, C), pad_id, np.int32), np.zeros((X, Q, T), np.int32)
     sequences, support = np.full((X, Q), -1, np.int32), None
     if batch.support is not None:
         support = np.full((X, C, batch.support.shape[2]), -1, np.int32)
@@ -290,11 +291,11 @@ def pack(batch: Batch, rows: Sequence[Sequence[int]], shape: RowShape, pad_id: i
         sequences[x, : len(row)] = row
         for j, i in enumerate(row):
             p, completion = batch.prompt_of(i), batch.completion_ids[i, : lengths[i]]
-            if p != batch.prompt_of(row[j - 1]):  # a group begins
+            if j and p != batch.prompt_of(row[j - 1]):  # the next group begins
                 at = next_multiple(at, chunk)
             span = slice(at - S, at - S + lengths[i])
             targets[x, span] = completion
-            slots[x, j, : lengths[i]] = np.arange(span.start, span.stop)
+            target_slots[x, j, : lengths[i]] = np.arange(span.start, span.stop)
             if support is not None:
                 support[x, span] = batch.support[i, : lengths[i]]
             prompt_ids = batch.prompts[p].ids
@@ -310,7 +311,7 @@ def pack(batch: Batch, rows: Sequence[Sequence[int]], shape: RowShape, pad_id: i
         segment_ids=segment_ids,
         start=start,
         targets=targets,
-        slots=slots,
+        target_slots=target_slots,
         sequence_indices=indices,
         completion_mask=batch.completion_mask[indices] * is_used[:, None].astype(np.int32),
         sampling_logps=batch.sampling_logps[indices],

@@ -1,8 +1,8 @@
 """Samples completions: prefill of the prompts, then a decoding loop, as jitted programs.
 
-Dimensions, of a rollout pass over all processes: B sequences, P prompts, of which each serves B/P
-consecutive sequences, S+1 padded prompt tokens, T padded completion tokens, V vocabulary, U ids of
-a support (the tokens that the filters keep).
+Dimensions, of a rollout pass over all processes: B sequences, P prompts (with the copies for other
+shards), of which each serves B/P consecutive sequences, S+1 padded prompt tokens, T padded
+completion tokens, V vocabulary, U ids of a support (the tokens that the filters keep).
 """
 
 import functools
@@ -51,12 +51,13 @@ class Completions(NamedTuple):
 
     sequence_ids: np.ndarray  # [count] int32, the index of each in its round or its evaluation
     completion_ids: np.ndarray  # [count, T] int32, right-padded
-    drawn_mask: np.ndarray  # [count, T] int32, 1 on the tokens that the policy has drawn
+    sampled_mask: np.ndarray  # [count, T] int32, 1 on the tokens that the policy has sampled
     lengths: np.ndarray  # [count] int32 tokens, stop tokens and an environment's tokens included
     sampling_logps: np.ndarray  # [count, T] float32 nats, of the distribution that was sampled
-    computed_tokens: np.ndarray  # [count] int32, decoding steps with the sequence in the batch
+    decode_steps: np.ndarray  # [count] int32, decoding steps with the sequence in the batch
     support: np.ndarray | None = None  # [count, T, U] int32, with sampling.replay; unused: -1
-    cut_tokens: np.ndarray | None = None  # [count] int32, with filters: tokens with a cut support
+    # [count] int32, tokens for which the filters would keep more than U ids; None: no filters
+    cut_tokens: np.ndarray | None = None
 
 
 class NaiveBackend:
@@ -126,7 +127,7 @@ class NaiveBackend:
         order = np.argsort(arrays["sequence_ids"])  # sequences were dropped in another order
         arrays = {name: x[order] for name, x in arrays.items()}
         is_drawn = np.arange(stopping.max_length_sample) < arrays["lengths"][:, None]  # [count, T]
-        return Completions(drawn_mask=is_drawn.astype(np.int32), **arrays)
+        return Completions(sampled_mask=is_drawn.astype(np.int32), **arrays)
 
     def release(self) -> None:
         """Frees the copy of the weights until the next update_weights."""
@@ -172,7 +173,7 @@ def decode_all(
     drop: bool,
 ) -> list[dict[str, np.ndarray]]:
     """The finished sequences of this process: a dict for each time at which sequences leave the
-    batch, with their sequence_ids and the other arrays of Completions but drawn_mask.
+    batch, with their sequence_ids and the other arrays of Completions but sampled_mask.
 
     drop: sequences that have ended are dropped, and the batch shrinks to sizes of smaller_batches.
     """
@@ -183,7 +184,7 @@ def decode_all(
     def finish(sequence_ids: jax.Array, outputs: dict[str, jax.Array], t: int) -> None:
         arrays = jax.tree.map(local_part, {"sequence_ids": sequence_ids, **outputs})
         count = len(arrays["sequence_ids"])
-        finished.append(arrays | {"computed_tokens": np.full(count, t, np.int32)})
+        finished.append(arrays | {"decode_steps": np.full(count, t, np.int32)})
 
     with progress_bar("decoding", T, "tokens") as bar:
         while True:
@@ -242,7 +243,7 @@ def prefill(
 class Decoding(NamedTuple):
     """B sequences that are decoded: all sequences of a pass, until drop_sequences keeps fewer."""
 
-    t: jax.Array  # int32, the tokens that each sequence has been decoded for
+    t: jax.Array  # int32, the number of decoding steps so far
     live: jax.Array  # int32, the unfinished sequences on the shard that has most of them
     key: jax.Array  # the random key of the rollout
     sequence_ids: jax.Array  # [B] int32
@@ -277,7 +278,8 @@ def begin_decoding(
 ) -> Decoding:
     """The sequences before their first token, without `prompt`, which the caller has.
 
-    prefix: from prefill. width: tokens of the caches.
+    prompt_ids, prompt_mask: [P, S+1] int32. prefix: from prefill. sequence_ids, earlier_tokens:
+    [B] int32. width: tokens of the caches.
     """
     layout, B, T = compute.layout, sequence_ids.shape[0], stopping.max_length_sample
     per_prompt = B // len(prompt_ids)
@@ -330,7 +332,7 @@ def decode(
     sequence_keys = jax.vmap(jax.random.fold_in, (None, 0))(decoding.key, sequence_ids)  # [B]
     head = lm_head(params).astype(compute.dtype)
 
-    def has_live_sequences(decoding: Decoding) -> jax.Array:
+    def goes_on(decoding: Decoding) -> jax.Array:
         return (decoding.t < decoding.width()) & (decoding.live > pause_at)
 
     def decode_token(decoding: Decoding) -> Decoding:
@@ -365,7 +367,7 @@ def decode(
             t=t + 1, live=live, token=token, done=done, outputs=outputs, completion=completion
         )
 
-    decoding = jax.lax.while_loop(has_live_sequences, decode_token, decoding)
+    decoding = jax.lax.while_loop(goes_on, decode_token, decoding)
     t, live = (constrain(x, layout) for x in (decoding.t, decoding.live))
     arrays = decoding.token, decoding.done, decoding.outputs
     token, done, outputs = _split_sequences(arrays, compute)

@@ -42,7 +42,7 @@ from infra.reward_worker import RewardWorker, get_worker, imported_files
 from infra.settings import REPO, to_text
 from infra.sizes import Sizes, derive_sizes, prompt_width
 from loss import Objective
-from metrics import DRIFT_LEVELS
+from metrics import drift_level
 from model import hf, lora, placement
 from model.layout import mesh_text
 from model.linear_attention import CHUNK
@@ -137,7 +137,7 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
             began=began,
         )
         lifecycle.claim_folder({"state": state})
-        run.rollout.stop.watch(cfg.preemption_grace_s)
+        run.rollout.stop_signal.watch(cfg.preemption_grace_s)
         if reviewer:
             reviewer.write(RUNNING)
     except (UserMistake, Unwritable) as error:
@@ -288,7 +288,7 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
         max_turns=cfg.turns(),
         global_length=cfg.global_length,
         max_prompt_width=S + 1,
-        stop=hosts.StopSignal(),
+        stop_signal=hosts.StopSignal(),
     )
     train_compute = with_kernel(cfg, train_compute, jax.devices()[0])
     decay_steps = cfg.lr_decay_steps or cfg.steps
@@ -588,9 +588,9 @@ def make_learner(
     limits = RowLimits(
         shards=shards,
         sequences_per_shard=sizes.micro_batch_size * processes // shards,
-        completions=cfg.num_pre_q,
+        completions_per_prompt=cfg.num_pre_q,
         max_length_sample=cfg.max_length_sample,
-        longest_prompt=S,
+        longest_prompt_slots=S,
         unit=LANES if compute.attention_impl == "splash" else chunk,
         chunk=chunk,
     )
@@ -605,17 +605,6 @@ def make_learner(
         accumulates=sizes.grad_accum_steps > 1,
         skips_zero_advantages=cfg.skips(),
     )
-
-
-def drift_level(cfg: Config, train_compute: ComputeConfig, rollout_compute: ComputeConfig) -> float:
-    """The level of DRIFT_LEVELS for the dtypes of a run. It is infinite if the sampler's
-    log-probabilities are those of a filtered distribution, which the trainer does not replay."""
-    if cfg.filters_logps():
-        return math.inf
-    # The linear layers of Qwen3.5 enlarge rounding: 0.06 where a Qwen3 of the same size has 0.026.
-    scale = 2 if train_compute.model.qwen35 else 1
-    computes = (train_compute, rollout_compute)
-    return scale * max(DRIFT_LEVELS[str(compute.dtype)] for compute in computes)
 
 
 # ---- The log and the export ----------------------------------------------------------------------

@@ -51,6 +51,7 @@ from loss import group_advantages, top_entropy_mask
 from metrics import (
     PHASES,
     Step,
+    drift_level,
     dynamic_sampling_metrics,
     log_step,
     merge_updates,
@@ -69,7 +70,7 @@ from rollout import (
     reward_completions,
 )
 from rows import Batch
-from startup import Run, drift_level, export, start
+from startup import Run, export, start
 from update import LearnerConfig, compute_batch_logps_and_entropies, train_on_mini_batch
 
 
@@ -94,8 +95,8 @@ def main(cfg: Config) -> None:
 
     # After SIGTERM or Ctrl-C `ending` saves a checkpoint and ends the program.
     with contextlib.closing(backend), lifecycle.ending(save):
-        # The baseline; in a resumed run, what its last step still lacked.
-        lifecycle.evaluate_and_save(evaluate_now, save)
+        # Step 0 is the baseline; a resumed run first evaluates or saves what was still due.
+        lifecycle.evaluate_and_save_if_due(evaluate_now, save)
         first_step = lifecycle.progress.step
         for step in range(first_step, cfg.steps):
             clock = Clock(PHASES)
@@ -157,7 +158,7 @@ def main(cfg: Config) -> None:
             # ---- Updates: PPO_EPOCHS times an optimizer step on each mini-batch ------------------
             lr = learning_rate(step, run.schedule)
             groups = groups_of_updates(P, cfg.num_mini_batches, cfg.ppo_epochs, (cfg.seed, step))
-            rollout.stop.raise_if_stopped()  # the last point before the weights change
+            rollout.stop_signal.raise_if_stopped()  # the last point before the weights change
             state, metrics = update_policy(learner, state, batch, groups, lr)
             clock.lap("update")
 
@@ -165,15 +166,15 @@ def main(cfg: Config) -> None:
             if cfg.dynamic_sampling:
                 metrics |= dynamic_sampling_metrics(rounds, cfg.adv_estimator, reward_weights)
             metrics["learning_rate"] = lr
-            sampled_tokens = sum(int(sampled.drawn_mask.sum()) for sampled in rounds)
+            sampled_tokens = sum(int(sampled.sampled_mask.sum()) for sampled in rounds)
             log_step(run, lifecycle.log, Step(step, metrics, batch, sampled_tokens, clock))
             if step == first_step:
                 raise_if_logps_differ(metrics, drift_level(cfg, learner.compute, rollout.compute))
 
-            lifecycle.count_step(len(rounds), nonfinite_metric(metrics))
+            lifecycle.finish_step(len(rounds), nonfinite_metric(metrics))
 
             # ---- Evaluation on held-out questions and a checkpoint, if they are due --------------
-            lifecycle.evaluate_and_save(evaluate_now, save)
+            lifecycle.evaluate_and_save_if_due(evaluate_now, save)
 
         if cfg.eval_full_sweep:  # the last checkpoint is saved before this long evaluation
             evaluate_now(full=True)

@@ -103,8 +103,8 @@ def main(cfg: Config) -> None:
 
     # After SIGTERM or Ctrl-C `ending` saves a checkpoint and ends the program.
     with contextlib.closing(backend), lifecycle.ending(save):
-        # The baseline; in a resumed run, what its last step still lacked.
-        lifecycle.evaluate_and_save(evaluate_now, save)
+        # Step 0 is the baseline; a resumed run first evaluates or saves what was still due.
+        lifecycle.evaluate_and_save_if_due(evaluate_now, save)
         for step in range(lifecycle.progress.step, cfg.steps):
             clock = Clock(["update"])
 
@@ -119,14 +119,14 @@ def main(cfg: Config) -> None:
 
             # ---- Update --------------------------------------------------------------------------
             lr = learning_rate(step, run.schedule)
-            run.rollout.stop.raise_if_stopped()  # the last point before the weights change
+            run.rollout.stop_signal.raise_if_stopped()  # the last point before the weights change
             state, metrics = train_on_mini_batch(learner, state, batch, lr)
             clock.lap("update")
 
             # ---- Log -----------------------------------------------------------------------------
             log_sft_step(run, lifecycle.log, step, batch, metrics | {"learning_rate": lr}, clock)
-            lifecycle.count_step(1, nonfinite_metric(metrics))
-            lifecycle.evaluate_and_save(evaluate_now, save)
+            lifecycle.finish_step(1, nonfinite_metric(metrics))
+            lifecycle.evaluate_and_save_if_due(evaluate_now, save)
 
         if cfg.eval_full_sweep:  # the last checkpoint is saved before this long evaluation
             evaluate_now(full=True)
@@ -153,7 +153,7 @@ def evaluate_loss(run: Run, log: RunLog, params: Params, step: int, full: bool) 
     demonstrations = run.eval_prompts if full or not limit else run.eval_prompts[:limit]
     total, tokens = 0.0, 0
     for i in range(0, len(demonstrations), P):
-        run.rollout.stop.raise_if_stopped()
+        run.rollout.stop_signal.raise_if_stopped()
         batch = batch_of(demonstrations[i : i + P], run.cfg.max_length_sample)
         logps, _ = compute_batch_logps_and_entropies(run.learner, params, batch)  # [B, T]
         mask = batch.completion_mask > 0
@@ -184,8 +184,8 @@ def log_sft_step(
     for name, lengths in (("prompt", batch.prompt_lengths()), ("completion", batch.lengths)):
         record[f"train-seq_len/{name}/mean"] = lengths.mean()
         record[f"train-seq_len/{name}/max"] = lengths.max()
-    rows = "throughput/update/computed_per_token"
-    record |= {rows: metrics[rows], "throughput/train/valid_tokens_per_s": learnt / seconds}
+    padding = "throughput/update/computed_per_token"
+    record |= {padding: metrics[padding], "throughput/train/valid_tokens_per_s": learnt / seconds}
     record |= {"time/train/update_s": clock.seconds["update"], "time/train/step_s": seconds}
     record |= {"compile/programs": len(clock.compiled()), "compile/s": sum(clock.compiled())}
     record |= {f"memory/{name}": value for name, value in memory_peaks().items()}

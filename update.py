@@ -53,9 +53,9 @@ class LearnerConfig:
     base: Params | None = None  # LoRA's frozen weights; None: all weights are trained
 
 
-def loss_denominators(batch: Batch) -> dict[str, np.ndarray]:
-    """The denominators of policy_loss by their names there: counts over all sequences of an update,
-    float32 and at least 1."""
+def loss_counts(batch: Batch) -> dict[str, np.ndarray]:
+    """The counts by which policy_loss divides, by their names there, over all sequences of an
+    update: float32 and at least 1."""
     counts = {"num_tokens": batch.completion_mask.sum(), "num_sequences": len(batch.lengths)}
     top_mask = batch.completion_mask if batch.top_mask is None else batch.top_mask
     counts["num_top_tokens"] = top_mask.sum()
@@ -85,7 +85,7 @@ def compute_logps_and_entropies(
     )  # each [X, C]
     at_slots = jax.vmap(lambda x, slots: x[slots])
     shape = micro_batch.completion_mask.shape
-    logps, entropy = (at_slots(x, micro_batch.slots).reshape(shape) for x in row_values)
+    logps, entropy = (at_slots(x, micro_batch.target_slots).reshape(shape) for x in row_values)
     return logps, entropy
 
 
@@ -106,7 +106,7 @@ def micro_step(
     metrics, which merge_metrics merges.
 
     params: all weights. grad_sum: of the trained weights; None: this micro-batch begins the sum.
-    counts: of the entire update, from loss_denominators.
+    counts: of the entire update, from loss_counts.
     """
     weights = arrange_layers(params, compute.layer_loop, compute.dtype)
 
@@ -207,6 +207,7 @@ def computed_sequences(batch: Batch, skips_zero_advantages: bool) -> np.ndarray:
 def pack_to_devices(
     learner: LearnerConfig, batch: Batch, sequences: np.ndarray
 ) -> list[MicroBatch]:
+    """The rows of each micro-step of an update, on the devices. sequences: indices in the batch."""
     micro_batches = []
     rows_of_micro_steps, shape = plan_rows(batch, sequences, learner.limits)
     for rows in rows_of_micro_steps:
@@ -242,7 +243,7 @@ def accumulate_gradients(
     params: all weights. With LoRA the gradient is only of the adapters.
     """
     sequences = computed_sequences(mini_batch, learner.skips_zero_advantages)
-    counts = loss_denominators(mini_batch)
+    counts = loss_counts(mini_batch)
     micro_batches = pack_to_devices(learner, mini_batch, sequences)
     needs_zeros = learner.accumulates or not micro_batches
     grads = jax.tree.map(jnp.zeros_like, trainable_params(params)) if needs_zeros else None
@@ -283,8 +284,8 @@ def rescale_to_all_tokens(
     metrics: from merge_metrics; NaN means that there is no value. batch: all sequences of the
     update. sequences: the indices of those that its micro-steps have computed.
 
-    Sequences that are not computed have the advantage 0 and add nothing to the loss and
-    no ratio is clipped. Means that need log-probabilities of the trainer are taken over the
+    Sequences that are not computed have the advantage 0: they add nothing to the loss, and none of
+    their ratios is clipped. Means that need the trainer's log-probabilities are over the
     update_token_count tokens that were computed. The entropy is that of the sampler, and is over
     all tokens of the loss: minus the mean of their sampling_logps, an unbiased estimate.
     """

@@ -26,7 +26,7 @@ from infra.sizes import turn_batch_size, turn_width
 from model.layout import gather_processes, slice_of_process
 from model.next_token import Sampling
 from model.placement import raise_if_too_long
-from rollout import RolloutConfig, text_of
+from rollout import RolloutConfig, completion_text
 from sampling import Backend, Completions
 
 # The sequence_id of an unused slot in a pass. A pass returns its sequences in the order of their
@@ -239,7 +239,7 @@ class Environments:
             size = turn_batch_size(count, sequences_per_pass, jax.local_device_count())
             width = turn_width(longest, rollout.max_prompt_width + T)
             for start in range(0, count, size):
-                rollout.stop.raise_if_stopped()
+                rollout.stop_signal.raise_if_stopped()
                 members = unfinished[start : start + size]
                 # An unused slot gets the length T, so that no token is drawn for it.
                 unused = size - len(members)
@@ -281,7 +281,7 @@ class Environments:
         has_stopped = np.isin(last_ids, rollout.stopping.stop_ids)  # else the turn was cut off
         stopped = [i for i, x in zip(unfinished, has_stopped, strict=True) if x]
         sequence_ids = completions.sequence_ids[stopped].tolist()
-        texts = [text_of(rollout, prompts, completions, i) for i in stopped]
+        texts = [completion_text(rollout, prompts, completions, i) for i in stopped]
         messages = self.answers(sequence_ids, turn, texts)
         if is_last:
             return []

@@ -56,7 +56,9 @@ class Lifecycle:
         with raising_on_all_processes():
             write_run(self.out, self.progress, has_saved=self.checkpoints.newest >= 0)
 
-    def evaluate_and_save(self, evaluate: Callable[[], float], save: Callable[[], None]) -> None:
+    def evaluate_and_save_if_due(
+        self, evaluate: Callable[[], float], save: Callable[[], None]
+    ) -> None:
         """Evaluates and saves after the steps that are done, if either is due. The checkpoint has
         the score of the evaluation, so that the best one is kept."""
         step, every = self.progress.step, self.cfg.save_every_steps
@@ -76,7 +78,7 @@ class Lifecycle:
         progress.lengths = self.log.file_lengths()
         self.checkpoints.save(arrays, progress)
 
-    def count_step(self, rounds: int, not_finite: str) -> None:
+    def finish_step(self, rounds: int, not_finite: str) -> None:
         """Counts a step; ends the run if NONFINITE_LIMIT steps in a row were not finite.
 
         rounds: the rounds of sampling in this step. not_finite: the metrics that were not finite,

@@ -176,8 +176,9 @@ def cached_attention(
 def _attend_at_once(q: jax.Array, parts: list[tuple[KV, jax.Array]], layout: Layout) -> jax.Array:
     """Attention with all scores at once, one softmax over all parts: [X, t, H*h] in q's dtype.
 
-    q: [X, t, H, h]. parts: a KV of X rows, or of P that X/P consecutive rows of q share, and its
-    mask [X or P, queries or 1, keys], False hides a key.
+    q: [X, t, H, h]. parts: pairs of a KV and its mask. A KV is of the X rows, and its mask is
+    [X, t, keys]; or it is of P prompts, each shared by X/P consecutive rows, and its mask is
+    [P, 1, keys]. A mask of [1, 1, keys] is that of all rows. False hides a key.
     """
     X, t, H, h = q.shape
     N = parts[0][0].k.shape[1]
@@ -193,9 +194,13 @@ def _attend_at_once(q: jax.Array, parts: list[tuple[KV, jax.Array]], layout: Lay
         part = _unnormalized(grouped, kv, mask[:, None])
         part = [x.reshape(P, N, share, queries, -1).swapaxes(1, 2) for x in part]
         scored.append([constrain_batch(x.reshape(X, N, queries, -1), layout) for x in part])
-    max_score = functools.reduce(jnp.maximum, [x for x, _, _ in scored])  # [X, N, queries, 1]
-    total = sum(total * jnp.exp(x - max_score) for x, total, _ in scored)
-    out = sum(values * jnp.exp(x - max_score) for x, _, values in scored) / total
+    maxima, totals, values = zip(
+        *scored, strict=True
+    )  # the sums are relative to the part's maximum
+    max_score = functools.reduce(jnp.maximum, maxima)  # [X, N, queries, 1]
+    scales = [jnp.exp(x - max_score) for x in maxima]
+    total = sum(scale * x for scale, x in zip(scales, totals, strict=True))
+    out = sum(scale * x for scale, x in zip(scales, values, strict=True)) / total
     out = jnp.asarray(out, q.dtype).reshape(X, N, t, H // N, h)
     return out.swapaxes(1, 2).reshape(X, t, H * h)
 

@@ -35,9 +35,9 @@ def token_logps(
     temperature: float = 1.0,
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns log p of `ids` and the entropy of each distribution, both [...] float32 nats.
+    """Log p of `ids` and the entropy of each distribution, both [...] float32 nats.
 
-    With a support p is the softmax over its tokens; the entropy is always that of all tokens.
+    With a support p is the softmax over its tokens; the entropy is over the whole vocabulary.
     hidden: [..., D] float32 or bfloat16; the matmuls use this dtype. lm_head: [V, D].
     ids: [...] int32. The logits are float32, divided by temperature.
     support: [..., U] int32. The U ids of a token differ; unused slots are -1.
@@ -100,14 +100,14 @@ def _shard_sums(
     temperature: float,
     mesh: Mesh | None,
 ) -> TileSums:
-    """Returns the sums of each tile of one tp shard of the lm_head, [tiles, tokens].
+    """The sums of each tile of one tp shard of the lm_head, [tiles, tokens].
 
     hidden: [tokens, D]. shard: [V / tp, D]. ids: [tokens, 1] and support: [tokens, U], as rows of
     the shard; those below 0 or from V / tp on are in other shards.
     """
     height, D = shard.shape
     tile = -(-height // tiles)
-    ids = jnp.where(ids < height, ids, -1)  # An id of the next shard is no row of the padding.
+    ids = jnp.where(ids < height, ids, -1)  # An id of the next shard must not match a padded row.
 
     def tile_sums(weights_and_start: tuple[jax.Array, jax.Array]) -> TileSums:
         weights, start = weights_and_start  # [tile, D], and its first row in the shard
@@ -182,7 +182,7 @@ def dot(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
 
 
 def _support_mask(columns: jax.Array, tile: int) -> jax.Array:
-    """Returns [tokens, tile] bool: whether a column of a tile is among the columns [tokens, U];
+    """[tokens, tile] bool: whether a column of a tile is among the columns [tokens, U];
     those below 0 or from `tile` on are in another tile.
 
     Each word has the bits of 32 columns, so that a column is compared with tile / 32 words, not

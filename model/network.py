@@ -206,7 +206,7 @@ class LayerWeights(NamedTuple):
     base: Any  # Layers
     adapters: Any  # Layers with an Adapter for each adapted matrix; None: no LoRA
 
-    def linear(self, x: jax.Array, name: str, lora: Lora | None) -> jax.Array:
+    def project(self, x: jax.Array, name: str, lora: Lora | None) -> jax.Array:
         """x W for the matrix W of this name, plus the product with its adapter."""
         y = matmul(x, getattr(self.base, name))
         if lora is None or getattr(self.adapters, name) is None:
@@ -221,7 +221,10 @@ class LayerWeights(NamedTuple):
         """The linear layers of the period, and then its full-attention layer."""
 
         def split(layers: Any) -> list[Any]:
-            return [*(layers.linear or []), dataclasses.replace(layers, linear=None)]
+            return [
+                *(layers.linear_attention or []),
+                dataclasses.replace(layers, linear_attention=None),
+            ]
 
         base = split(self.base)
         adapters = split(self.adapters) if self.adapters else [None] * len(base)
@@ -254,11 +257,11 @@ def _linear_layer(
     model, layout, w = compute.model, compute.layout, _cast_and_gather(w, compute)
     y = _rms_norm(x, w.base.attn_norm, model)
 
-    def project(name: str) -> jax.Array:  # as in _qkv
-        z = constrain(w.linear(y, name, model.lora), layout, TRAIN_BATCH_AXES, "tp")
+    def project_in(name: str) -> jax.Array:  # as in _qkv
+        z = constrain(w.project(y, name, model.lora), layout, TRAIN_BATCH_AXES, "tp")
         return constrain(z, layout, layout.batch_axes) if "tp" in layout.batch_axes else z
 
-    qkv, z, a, b = map(project, ("in_qkv", "in_z", "in_a", "in_b"))
+    qkv, z, a, b = map(project_in, ("in_qkv", "in_z", "in_a", "in_b"))
     out, state = attend(qkv, a, b, w.base, model.qwen35)
     out = gated_norm(out, z, w.base.out_norm, model.rms_norm_eps)
     return _after_attention(x, out, w, compute), state
@@ -274,7 +277,7 @@ def _qkv(
     y = _rms_norm(x, base.attn_norm, model)
 
     def heads(name: str, bias: jax.Array | None, count: int) -> jax.Array:
-        z = w.linear(y, name, model.lora)
+        z = w.project(y, name, model.lora)
         z = z if bias is None else z + bias
         # The first constraint is the layout of the matmul, the second that of attention. With the
         # second only the compiler would gather the weights in every layer, for every token.
@@ -296,10 +299,10 @@ def _after_attention(
     out: jax.Array,
     w: LayerWeights,
     compute: ComputeConfig,
-    gate: jax.Array | None = None,
+    attention_gate: jax.Array | None = None,
 ) -> jax.Array:
     """The output [X*t, D] of a layer. x: its input [X*t, D]. out: of its attention, [X, t, H*h].
-    gate: from _qkv."""
+    attention_gate: from _qkv."""
     layout, model, lora = compute.layout, compute.model, compute.model.lora
 
     def scaled(y: jax.Array, scale: jax.Array | None) -> jax.Array:
@@ -307,14 +310,15 @@ def _after_attention(
         # bfloat16 would make 0.2197 of Granite's 0.22.
         return (y * model.residual_multiplier).astype(x.dtype)
 
-    if gate is not None:
-        out = out * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(out.dtype).reshape(out.shape)
+    if attention_gate is not None:
+        openness = jax.nn.sigmoid(attention_gate.astype(jnp.float32)).astype(out.dtype)
+        out = out * openness.reshape(out.shape)
     out = constrain(out.reshape(len(x), -1), layout, TRAIN_BATCH_AXES, "tp")
-    y = constrain(w.linear(out, "wo", lora), layout, TRAIN_BATCH_AXES)
+    y = constrain(w.project(out, "wo", lora), layout, TRAIN_BATCH_AXES)
     x = x + scaled(y, w.base.attn_post_norm)
     y = _rms_norm(x, w.base.mlp_norm, model)
-    y = _activation(w.linear(y, "gate", lora), model) * w.linear(y, "up", lora)  # [X*t, F]
-    y = constrain(w.linear(y, "down", lora), layout, TRAIN_BATCH_AXES)
+    y = _activation(w.project(y, "gate", lora), model) * w.project(y, "up", lora)  # [X*t, F]
+    y = constrain(w.project(y, "down", lora), layout, TRAIN_BATCH_AXES)
     return x + scaled(y, w.base.mlp_post_norm)
 
 

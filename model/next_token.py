@@ -85,7 +85,7 @@ def _support(logits: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Arra
     """The U largest of logits [B, V], in descending order, in which those that the filters drop are
     masked [B, U]; their ids [B, U]; and whether the filters would keep more than U tokens [B] bool.
 
-    With top-k nothing is cut, since U is top_k. Logits that are not a number stay so.
+    With top-k nothing is cut, since U is top_k. NaN logits stay NaN.
     """
     U, V = support_size(sampling, logits.shape[-1]), logits.shape[-1]
     values, ids = _largest(logits, U if sampling.top_k else min(U + 1, V))

@@ -104,9 +104,9 @@ class ModelConfig:
 
 @flax.struct.dataclass
 class Layers:
-    """The weights of one layer, in the shapes below, or of all layers, stacked along a first
-    dimension L. An array that a layer does not have is None. In Qwen3.5 these are the layers with
-    full attention. init_params gives random numbers to the arrays in the order of the fields.
+    """The weights of one layer, in the shapes below, or of the layers of all periods, stacked along
+    a first dimension. An array that a layer does not have is None. In Qwen3.5 these are the layers
+    with full attention. init_params gives random numbers to the arrays in the order of the fields.
 
     The shapes of linear layers have the names of Qwen35; channels = 2 key_heads * key_dim +
     value_heads * value_dim.
@@ -137,7 +137,7 @@ class Layers:
     dt_bias: Any = None  # [value_heads]
     out_norm: Any = None  # [value_dim] float32
     # The linear layers by their index in a period. (A tuple would be unrolled layers.)
-    linear: list["Layers"] | None = None
+    linear_attention: list["Layers"] | None = None
 
 
 # Fields and kinds of leaves that are float32 in each copy of the weights, as in files of Qwen3.5.
@@ -226,7 +226,7 @@ def _in_int8(leaf: Leaf) -> Leaf:
 
 def _layer_table(model: ModelConfig) -> Layers:
     *linear, full = (_leaves_at(model, i) for i in range(model.num_layers // model.num_periods))
-    return dataclasses.replace(full, linear=linear or None)
+    return dataclasses.replace(full, linear_attention=linear or None)
 
 
 def _leaves_at(model: ModelConfig, index: int) -> Layers:
@@ -418,8 +418,8 @@ def arrange_layers(params: Params, layer_loop: str, dtype: DTypeLike) -> Params:
     def unroll(layers: Any) -> Any:
         if not isinstance(layers, Layers):
             return layers
-        L = len(jax.tree.leaves(layers)[0])
-        return tuple(cast(jax.tree.map(lambda x, i=i: x[i], layers), dtype) for i in range(L))
+        periods = range(len(jax.tree.leaves(layers)[0]))
+        return tuple(cast(jax.tree.map(lambda x, i=i: x[i], layers), dtype) for i in periods)
 
     layers, adapters = unroll(params.layers), unroll(params.adapters)
     return dataclasses.replace(params, layers=layers, adapters=adapters)

@@ -247,7 +247,7 @@ def sample(
 
 def assert_same_completions(a: Completions, b: Completions) -> None:
     assert a.completion_ids.tolist() == b.completion_ids.tolist()
-    assert a.drawn_mask.tolist() == b.drawn_mask.tolist()
+    assert a.sampled_mask.tolist() == b.sampled_mask.tolist()
     np.testing.assert_allclose(a.sampling_logps, b.sampling_logps, atol=1e-5)
 
 

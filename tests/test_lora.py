@@ -32,7 +32,7 @@ from small_model import (
 from config import Config
 from infra.mistakes import UserMistake
 from loss import Objective
-from metrics import raise_if_logps_differ
+from metrics import drift_level, raise_if_logps_differ
 from model import hf, lora
 from model.attention import prompt_rows
 from model.layout import shard_batch
@@ -50,7 +50,7 @@ from model.params import (
     trainable_params,
 )
 from sampling import NaiveBackend, Stopping
-from startup import drift_level, export, set_up
+from startup import export, set_up
 from update import micro_step
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -11,7 +11,7 @@ from infra.sizes import Sizes, derive_sizes
 from rows import Batch
 from startup import Run, set_up
 from train_grpo import groups_of_updates, with_logps
-from update import computed_sequences, loss_denominators, pack_to_devices
+from update import computed_sequences, loss_counts, pack_to_devices
 
 TINY = REPO / "tiny"
 
@@ -81,7 +81,7 @@ def test_every_group_is_in_one_mini_batch_with_all_its_sequences_and_each_has_it
         counted = np.concatenate([x.completion_mask for x in micro_batches])[:, 0] > 0
         assert sorted(advantages[counted]) == sorted({*members} - {5})
         tokens = 24 - 3 * (1 in groups)  # sequence 5 is one of group 1
-        assert [*loss_denominators(mini_batch).values()] == [tokens, 8, tokens]
+        assert [*loss_counts(mini_batch).values()] == [tokens, 8, tokens]
 
 
 def test_the_mini_batches_follow_from_seed_step_and_epoch_and_a_single_one_is_not_shuffled() -> (

@@ -22,15 +22,20 @@ def numbered(lengths: list[int], prompts: list[int], T: int = 0) -> Batch:
 
 def limits(**changes: int) -> RowLimits:
     """Of one device with micro-batches of 4 sequences."""
-    given = {"shards": 1, "sequences_per_shard": 4, "completions": 4, "max_length_sample": 16}
-    return RowLimits(**given | {"longest_prompt": 8} | changes)
+    given = {
+        "shards": 1,
+        "sequences_per_shard": 4,
+        "completions_per_prompt": 4,
+        "max_length_sample": 16,
+    }
+    return RowLimits(**given | {"longest_prompt_slots": 8} | changes)
 
 
 # ---- What stands where ---------------------------------------------------------------------------
 
 
 def test_in_long_rows_the_steps_of_S_grow_with_C() -> None:
-    given = limits(max_length_sample=2048, longest_prompt=160)
+    given = limits(max_length_sample=2048, longest_prompt_slots=160)
     for length, S, C in ((500, 256, 2048), (1000, 256, 4096), (1500, 384, 6144)):
         steps, widths = plan_rows(numbered([length] * 4, [151]), range(4), given)
         assert (steps, widths) == ([[[0, 1, 2, 3]]], RowShape(S, C, Q=32))
@@ -41,7 +46,7 @@ def test_rows_by_hand() -> None:
     128 tokens and a prompt of 64, or 576 slots, in a micro-step."""
     lengths = [100, 75, 75, 50] + [100, 50, 50, 50] + [50] * 4 + [50, 50, 25, 25]
     batch = numbered(lengths, [51] * 4)
-    given = limits(max_length_sample=128, longest_prompt=64)
+    given = limits(max_length_sample=128, longest_prompt_slots=64)
     assert given.widest() == RowShape(S=64, C=512, Q=32)
     first, second, third, fourth = ([*range(i, i + 4)] for i in (0, 4, 8, 12))
     # With C = 512 there are 64 places for prompts, too few for two. A fourth of all tokens is 225,
@@ -87,7 +92,7 @@ def geometric(
 def test_every_token_stands_in_one_place_of_a_row(shards: int, unit: int) -> None:
     batch = geometric(30, 120, 16, 4, 0)
     chosen = [i for i in range(64) if i % 5]
-    given = limits(shards=shards, max_length_sample=120, longest_prompt=60, unit=unit)
+    given = limits(shards=shards, max_length_sample=120, longest_prompt_slots=60, unit=unit)
     steps, widths = plan_rows(batch, chosen, given)
     assert sorted(i for rows in steps for row in rows for i in row) == chosen
     for rows in steps:
@@ -95,7 +100,7 @@ def test_every_token_stands_in_one_place_of_a_row(shards: int, unit: int) -> Non
         x = pack(batch, rows, widths, pad_id=7)
         assert x.ids.shape == (len(rows), widths.S + widths.C)
         assert widths.S % unit == widths.C % unit == 0
-        of_rows = (x.ids, x.segment_ids, x.start, x.targets, x.slots)
+        of_rows = (x.ids, x.segment_ids, x.start, x.targets, x.target_slots)
         for row, *arrays in zip(rows, *of_rows, strict=True):
             ids, prompt, start, targets, places = arrays
             for j, i in enumerate(row):
@@ -125,13 +130,13 @@ def test_with_chunks_prompts_end_and_groups_begin_at_their_multiples() -> None:
     assert x.segment_ids[0].tolist() == [-1, -1, 0, 0, -1, -1, -1, 1, 1, 1, 1, 1] + [
         *[1, 1, -1, -1, 0, 0, 0, 0, 0, -1, -1, -1, 2, 2, 2, -1]
     ]
-    assert x.slots[0, 2].tolist() == [4, 5, 6], "targets begin with the group"
+    assert x.target_slots[0, 2].tolist() == [4, 5, 6], "targets begin with the group"
     assert x.targets[0, 4:9].tolist() == [11, 12, 13, 14, 15]
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_rows_with_chunks_hold_what_is_planned_for_them(seed: int) -> None:
-    given = limits(max_length_sample=120, longest_prompt=96, unit=64, chunk=64, shards=2)
+    given = limits(max_length_sample=120, longest_prompt_slots=96, unit=64, chunk=64, shards=2)
     batch = geometric(30, 120, 16, 4, seed)
     steps, widths = plan_rows(batch, range(64), given)
     for rows in steps:
@@ -147,8 +152,8 @@ def test_a_prompt_longer_than_all_questions_has_the_rows_of_a_run_that_knew_of_i
     batch = geometric(30, 120, 16, 4, 0, prompt_tokens=(60, 200))
     longest = max(len(prompt.ids) for prompt in batch.prompts) - 1
     assert 128 < longest <= 192
-    given = limits(max_length_sample=120, longest_prompt=96)
-    known = given._replace(longest_prompt=192)
+    given = limits(max_length_sample=120, longest_prompt_slots=96)
+    known = given._replace(longest_prompt_slots=192)
     assert plan_rows(batch, range(64), given) == plan_rows(batch, range(64), known)
 
 
@@ -162,7 +167,7 @@ def test_a_row_has_at_most_the_places_of_the_longest_sequences_of_a_micro_step(
     changes: dict[str, int],
 ) -> None:
     given = limits(
-        **{"sequences_per_shard": 8, "max_length_sample": 120, "longest_prompt": 60} | changes
+        **{"sequences_per_shard": 8, "max_length_sample": 120, "longest_prompt_slots": 60} | changes
     )
     most = given.widest().S + given.widest().C
     if given.unit == 1:
@@ -188,8 +193,12 @@ def test_rows_of_real_lengths_are_full_and_have_few_widths(
     prompts: int, mean: int, longest: int, micro: int, prompt_tokens: tuple[int, int], most: float
 ) -> None:
     """8 completions of each prompt, in 40 steps."""
-    changes = {"sequences_per_shard": micro, "completions": 8, "max_length_sample": longest}
-    given = limits(**changes, longest_prompt=prompt_tokens[1])
+    changes = {
+        "sequences_per_shard": micro,
+        "completions_per_prompt": 8,
+        "max_length_sample": longest,
+    }
+    given = limits(**changes, longest_prompt_slots=prompt_tokens[1])
     computed, programs = [], set()
     for seed in range(40):
         batch = geometric(mean, longest, prompts, 8, seed, prompt_tokens)

@@ -141,7 +141,7 @@ def reference(params: Params, ids: Sequence[int], model: ModelConfig = MODEL) ->
     x = params.embed[list(ids)]
     for i in range(model.num_periods):
         full = jax.tree.map(lambda x, i=i: x[i], params.layers)
-        for w, attend in [(full.linear[0], linear_layer), (full, full_layer)]:
+        for w, attend in [(full.linear_attention[0], linear_layer), (full, full_layer)]:
             x = x + attend(rms(x, model) * (1 + w.attn_norm), w, model) @ w.wo
             y = rms(x, model) * (1 + w.mlp_norm)
             x = x + (silu(y @ w.gate) * (y @ w.up)) @ w.down
@@ -281,7 +281,7 @@ def test_sampled_logps_are_those_of_the_reference(
     drawn = backend.generate(
         *pad_prompts(prompts, 210, PAD), sequence_ids, jax.random.key(0), Sampling(1.0)
     )
-    assert K == 1 or len({*drawn.computed_tokens}) > 1, "sequences leave"
+    assert K == 1 or len({*drawn.decode_steps}) > 1, "sequences leave"
     for i, n in enumerate(drawn.lengths):
         expected = reference_logps(weights(), prompts[i // K], drawn.completion_ids[i, :n])
         np.testing.assert_allclose(drawn.sampling_logps[i, :n], expected, rtol=0, atol=2e-5)

@@ -57,12 +57,12 @@ def saving_policy(learner, state, batch, groups, lr):
     prompts = {f"prompt{i}": np.array(prompt.ids) for i, prompt in enumerate(batch.prompts)}
     counts[:] = step, 0
     save_file(arrays | prompts, folder / f"step{step}.safetensors")
-    batch = batch._replace(computed_tokens=np.arange(len(batch.lengths)))  # no update reads them
+    batch = batch._replace(decode_steps=np.arange(len(batch.lengths)))  # no update reads them
     return update_policy(learner, state, batch, groups, lr)
 
 def saving_update(learner, state, mini_batch, lr):
     weights = {str(i): np.array(x) for i, x in enumerate(jax.tree.leaves(state.params))}
-    weights["sequences"] = mini_batch.computed_tokens
+    weights["sequences"] = mini_batch.decode_steps
     save_file(weights, folder / "weights{}_{}.safetensors".format(*counts))
     counts[1] += 1
     return train_on_mini_batch(learner, state, mini_batch, lr)
@@ -130,7 +130,7 @@ class Saved:
             Sequence(
                 x[f"prompt{i // K}"],
                 x["completion_ids"][i, :n],
-                x["drawn_mask"][i, :n] > 0,
+                x["sampled_mask"][i, :n] > 0,
                 x["support"][i, :n] if "support" in x else None,
                 x["sampling_logps"][i, :n].astype(np.float64),
                 float(x["advantages"][i]),

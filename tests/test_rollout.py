@@ -20,7 +20,7 @@ from loss import Objective
 from model import hf
 from model.next_token import Sampling
 from optimizer import Optimizer
-from rollout import choose_groups, have_equal_rewards, texts_of
+from rollout import choose_groups, completion_texts, have_equal_rewards
 from rows import Batch
 from sampling import Completions, Stopping
 from startup import result_fingerprint, set_up
@@ -337,7 +337,7 @@ def test_a_text_is_every_drawn_token_but_the_stop_token_whatever_is_special(
     if "<answer>5</answer><" in drawn:  # </answer> is no stop token of this model
         rollout.stopping = stopping._replace(stop_ids=(END,))
     (opened,) = build_prompts([{"question": "2+3?"}], ChatFormat(tokenizer, read_opening("Think.")))
-    assert texts_of(rollout, [opened], completions) == [text]
+    assert completion_texts(rollout, [opened], completions) == [text]
     think = tokenizer("<think>\n", add_special_tokens=False)["input_ids"]
     opened = opened._replace(ids=opened.ids + think)
-    assert texts_of(rollout, [opened], completions) == ["<think>\n" + text]
+    assert completion_texts(rollout, [opened], completions) == ["<think>\n" + text]

@@ -86,7 +86,7 @@ def test_a_checkpoint_knows_its_evaluations_the_best_step_and_the_lengths_of_the
     records = []
     for step in range(5):
         lifecycle.log.append_entries("eval.jsonl", step, [{}])  # '{"step": 0}' and a line feed
-        lifecycle.evaluate_and_save(
+        lifecycle.evaluate_and_save_if_due(
             lambda: next(accuracies), lambda: lifecycle.save({"x": jnp.zeros(2)})
         )
         assert not evaluation_is_due(lifecycle.cfg, lifecycle.progress)
@@ -94,7 +94,7 @@ def test_a_checkpoint_knows_its_evaluations_the_best_step_and_the_lengths_of_the
         file = tmp_path / "checkpoints" / str(step) / "record" / "metadata"
         if file.exists():
             records.append(json.loads(file.read_text()))
-        lifecycle.count_step(1, "")
+        lifecycle.finish_step(1, "")
     third, fourth = records
     assert (third["accuracy"], third["best_step"]) == (0.9, 3)
     assert (fourth["accuracy"], fourth["best_step"]) == (0.7, 3)
@@ -110,7 +110,7 @@ def test_a_run_without_a_reviewer_and_checkpoints_ends_and_is_not_begun_again(
 ) -> None:
     lifecycle = life_of(tmp_path, save_every_steps=0)
     lifecycle.claim_folder({})
-    lifecycle.count_step(1, "")
+    lifecycle.finish_step(1, "")
     lifecycle.log.record_metrics(0, {})
     assert not read_run(tmp_path)["has_saved"]
     lifecycle.finish(lambda: None)

@@ -41,10 +41,10 @@ def test_greedy_tokens_are_the_argmax_of_a_forward_pass_over_the_full_sequence()
             logps[p].append(math.log(probs.max()))
     stop_ids = tuple({drawn[4] for drawn in tokens})
     found = sample(Sampling(temperature=0.0), prompts, K, T=T, stop_ids=stop_ids)
-    dtypes = {"completion_ids": "int32", "drawn_mask": "int32", "sampling_logps": "float32"}
+    dtypes = {"completion_ids": "int32", "sampled_mask": "int32", "sampling_logps": "float32"}
     for name, dtype in dtypes.items():
         assert getattr(found, name).shape == (15, 7) and getattr(found, name).dtype == dtype
-    assert found.lengths.tolist() == found.drawn_mask.sum(axis=1).tolist()
+    assert found.lengths.tolist() == found.sampled_mask.sum(axis=1).tolist()
     for p in range(3):
         n = 1 + min(t for t in range(T) if tokens[p][t] in stop_ids)
         group = slice(p * K, (p + 1) * K)
@@ -128,7 +128,7 @@ def test_every_stop_id_ends_a_completion_from_the_first_token_on() -> None:
         ends = [t + 1 for t, token in enumerate(tokens) if token in stop_ids]
         length = min(ends, default=12)
         assert stopped.completion_ids[i].tolist() == tokens[:length] + [PAD] * (12 - length)
-        assert stopped.drawn_mask[i].tolist() == [1] * length + [0] * (12 - length)
+        assert stopped.sampled_mask[i].tolist() == [1] * length + [0] * (12 - length)
         assert (stopped.sampling_logps[i, :length] < 0).all()
         assert (stopped.sampling_logps[i, length:] == 0).all()
         lengths.append(length)
@@ -158,16 +158,16 @@ def test_sequences_that_leave_the_batch_change_nothing(
     sampling, stop_ids = Sampling(0.7, top_k=9, replay=True), often_stopping()
     how = {"mesh": mesh, "layer_loop": layer_loop, "stop_ids": stop_ids, "T": 24}
     expected = sample(sampling, **how)
-    assert (expected.computed_tokens == expected.lengths.max()).all()
+    assert (expected.decode_steps == expected.lengths.max()).all()
     monkeypatch.setattr("sampling.STAGE_TOKENS", 8)
     found = sample(sampling, **how, drop=True)
     assert_same_completions(found, expected)
     for ours, theirs, length in zip(found.support, expected.support, found.lengths, strict=True):
         assert [{*row} for row in ours[:length]] == [{*row} for row in theirs[:length]]
-    assert (found.lengths <= found.computed_tokens).all()
+    assert (found.lengths <= found.decode_steps).all()
     assert len({*found.lengths}) > 5, "the sequences have many lengths"
     share = {16: 0.7, 2: 0.95}[16 // math.prod(mesh)]  # by the sequences of a device
-    assert found.computed_tokens.sum() < share * expected.computed_tokens.sum()
+    assert found.decode_steps.sum() < share * expected.decode_steps.sum()
 
 
 def test_sequences_leave_at_few_sizes_and_a_second_pass_compiles_none() -> None:

@@ -84,7 +84,7 @@ def test_three_steps_are_those_of_trl_in_one_micro_batch_or_in_several(
         objective=Objective("sft"),
         optimizer=optimizer,
         temperature=1.0,
-        limits=RowLimits(1, sequences, 1, T, longest_prompt=16),
+        limits=RowLimits(1, sequences, 1, T, longest_prompt_slots=16),
         pad_id=0,
         accumulates=True,
         skips_zero_advantages=True,

@@ -175,7 +175,7 @@ def here(
         episode(
             prompts[0].ids,
             made.completion_ids[i, used[i]].tolist(),
-            made.drawn_mask[i, used[i]].tolist(),
+            made.sampled_mask[i, used[i]].tolist(),
             rewards[i, -1],
         )
         for i in range(len(texts))

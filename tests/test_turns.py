@@ -120,7 +120,7 @@ class Talk(NamedTuple):
         """The completion in parts, each with its mask, which changes from part to part."""
         c, found = self.completions, []
         for token, is_drawn in zip(
-            c.completion_ids[i, : c.lengths[i]].tolist(), c.drawn_mask[i].tolist(), strict=False
+            c.completion_ids[i, : c.lengths[i]].tolist(), c.sampled_mask[i].tolist(), strict=False
         ):
             if not found or found[-1][0] != is_drawn:
                 found.append((is_drawn, []))
@@ -179,13 +179,13 @@ def test_a_dialogue_of_three_turns_is_the_drawn_tokens_and_messages_that_do_not_
     c, batch = found.completions, found.batch
     assert c.lengths.tolist() == batch.lengths.tolist() == [len(ids)] == [44]
     assert c.completion_ids[0].tolist() == ids + [END] * 156
-    for x in (c.drawn_mask, batch.drawn_mask, batch.completion_mask):
+    for x in (c.sampled_mask, batch.sampled_mask, batch.completion_mask):
         assert x[0].tolist() == mask + [0] * 156
     logps = [-token / 1000 * is_drawn for token, is_drawn in zip(ids, mask, strict=True)]
     assert c.sampling_logps[0].tolist() == pytest.approx(logps + [0] * 156)
     support = [[i, i + 1] if is_drawn else [-1, -1] for i, is_drawn in zip(ids, mask, strict=True)]
     assert c.support[0, : len(ids)].tolist() == support
-    assert c.computed_tokens.tolist() == [21] and c.cut_tokens.tolist() == [1 + 2 + 1]
+    assert c.decode_steps.tolist() == [21] and c.cut_tokens.tolist() == [1 + 2 + 1]
     assert batch.stopped.tolist() == [True] and batch.rewards.tolist() == [1.0]
 
 
@@ -255,7 +255,7 @@ def test_a_later_turn_draws_what_the_completion_would_have_drawn_at_these_places
         count = 12 - n
         assert later.completion_ids[i, :count].tolist() == whole.completion_ids[i, n:].tolist()
         assert later.completion_ids[i, count:].tolist() == [PAD] * n
-        assert later.drawn_mask[i].tolist() == [1] * count + [0] * n
+        assert later.sampled_mask[i].tolist() == [1] * count + [0] * n
         logps = later.sampling_logps[i, :count]
         np.testing.assert_allclose(logps, whole.sampling_logps[i, n:], atol=1e-5)
         assert later.support[i, :count].tolist() == whole.support[i, n:].tolist()
@@ -299,7 +299,7 @@ def test_a_message_that_leaves_no_room_ends_the_episode_cut_off_unless_nothing_o
     assert len(message) == MESSAGE
     ids = [*ids_of("40<|im_end|>"), *message, ids_of("33")[0]][: 3 + room]
     assert found.completions.completion_ids[0].tolist() == ids
-    assert found.completions.drawn_mask[0].tolist() == ([1] * 3 + [0] * 18 + [1])[: 3 + room]
+    assert found.completions.sampled_mask[0].tolist() == ([1] * 3 + [0] * 18 + [1])[: 3 + room]
     assert found.completions.lengths.tolist() == [3 + room]
     assert found.batch.stopped.tolist() == [room == 0]
     assert len(found.script.asked) == 1 + goes_on
@@ -714,7 +714,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return Saved(train(out, 2, SAVING, **SETTINGS))
 
 
-def parts_of(sequence: Sequence) -> list[tuple[bool, list[int]]]:
+def completion_parts(sequence: Sequence) -> list[tuple[bool, list[int]]]:
     """The turns and the messages of a completion."""
     starts = np.flatnonzero(np.diff(sequence.drawn, prepend=False))
     return [
@@ -731,7 +731,7 @@ def test_every_message_of_a_run_answers_the_turn_before_it_and_follows_from_its_
     for sequence in saved.sequences(0):
         prompt = text_of(sequence.prompt.tolist())
         question = re.search(r"user\n(.*?)( Think well\.){3} Code \d+\.<", prompt)[1]
-        echo, parts = Echo(), parts_of(sequence)
+        echo, parts = Echo(), completion_parts(sequence)
         echo.heard = [question]
         replies = [echo.reply(text_of(ids).removesuffix("<|im_end|>")) for _, ids in parts[::2]]
         assert [is_drawn for is_drawn, _ in parts] == [True, *[False, True] * (len(replies) - 1)]

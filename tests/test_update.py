@@ -131,7 +131,7 @@ def step(
     """
     batch, where = batch or sequences(), train_layout(*mesh)
     if packed:
-        limits = RowLimits(where.batch_shards, micro, K, T, longest_prompt=8, unit=1)
+        limits = RowLimits(where.batch_shards, micro, K, T, longest_prompt_slots=8, unit=1)
         steps, widths = plan_rows(batch, range(2 * K), limits)
         micro_batches = [pack(batch, rows, widths, pad_id=3) for rows in steps]
     else:

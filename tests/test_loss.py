@@ -32,11 +32,11 @@ def value_and_grad(
     """The loss, its gradient [R, T] and its metrics; lists count as float32 arrays."""
     inputs = [jnp.asarray(x, jnp.float32) for x in (old, advantages)]
     settings = {name: others.pop(name) for name in Objective._fields if name in others}
-    how = {name: jnp.float32(x) if np.ndim(x) else x for name, x in others.items()}
-    how["objective"] = Objective(**settings)
+    keywords = {name: jnp.float32(x) if np.ndim(x) else x for name, x in others.items()}
+    keywords["objective"] = Objective(**settings)
 
     def loss(logps: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        return policy_loss(logps, *inputs, jnp.asarray(mask), num_tokens, **how)
+        return policy_loss(logps, *inputs, jnp.asarray(mask), num_tokens, **keywords)
 
     (value, metrics), grad = jax.value_and_grad(loss, has_aux=True)(jnp.float32(logps))
     assert value.shape == () and float(metrics.pop("loss")) == float(value)
@@ -230,21 +230,21 @@ def test_bad_completions_that_the_policy_has_left_behind_are_dropped() -> None:
 # ---- Sampler weights and top tokens --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how, below, beyond", [("truncate", 0.6, 3.0), ("mask", 0.0, 0.0)])
-def test_sampler_weights_by_hand(how: str, below: float, beyond: float) -> None:
+@pytest.mark.parametrize("limiting, below, beyond", [("truncate", 0.6, 3.0), ("mask", 0.0, 0.0)])
+def test_sampler_weights_by_hand(limiting: str, below: float, beyond: float) -> None:
     """Of a sequence they are the product: 2 * 1/2 * 4, 2, infinite, 0; NaN counts as 1. IcePop has
     a floor, too: with 0.6, here 1/2 and 0 are below it."""
     gap = [[LN2, -LN2, 2 * LN2, INF], [LN2, NAN, 0, NAN], [INF, LN2, 0, 9], [-INF, 0, 0, 9]]
     mask = jnp.array([[1, 1, 1, 0]] * 4)
     inputs = (jnp.zeros((4, 4)), -jnp.array(gap), mask)
     for floor, half, zero in ((0.0, 0.5, 0.0), (0.6, below, below)):
-        weight, parts = sampler_weights(*inputs, f"token_{how}", floor, 3.0)
+        weight, parts = sampler_weights(*inputs, f"token_{limiting}", floor, 3.0)
         expected = [[2, half, beyond, 1], [2, 1, 1, 1], [beyond, 2, 1, 1], [zero, 1, 1, 1]]
         np.testing.assert_allclose(weight, expected, rtol=1e-6)
         assert np.argwhere(parts["over_cap"]).tolist() == [[0, 2], [2, 0]]
         if floor:
             assert np.argwhere(parts["under_floor"]).tolist() == [[0, 1], [3, 0]]
-    weight, parts = sampler_weights(*inputs, f"sequence_{how}", 0.0, 3.0)
+    weight, parts = sampler_weights(*inputs, f"sequence_{limiting}", 0.0, 3.0)
     np.testing.assert_allclose(weight, [[beyond], [2], [beyond], [0]], rtol=1e-6)
     assert parts["over_cap"].tolist() == [[True], [False], [True], [False]]
 

@@ -29,7 +29,6 @@ def test_an_update_has_its_own_micro_steps() -> None:
     assert found.micro_batch_size * found.grad_accum_steps == 8  # two groups of four
     found = sizes("2x4", "BATCH_SIZE=8 NUM_PRE_Q=4 NUM_MINI_BATCHES=4 GRAD_ACCUM_STEPS=2")
     assert (found.micro_batch_size, found.grad_accum_steps, found.updates_per_step) == (4, 2, 4)
-    # The micro-batch of the tiny recipe has 32 sequences, and an eighth of the step 16.
     assert sizes("1x1", "NUM_MINI_BATCHES=8").micro_batch_size == 4
 
 

@@ -82,7 +82,7 @@ def sequences() -> Batch:
 
 
 @functools.cache
-def given(variant: str) -> Batch:
+def batch_for(variant: str) -> Batch:
     """The sequences; three of them have no token that counts."""
     x, rng = sequences(), np.random.default_rng(2)
     mask = x.completion_mask.copy()
@@ -143,11 +143,11 @@ def step(
     before = shardings((state, grads))
     grads = grads if len(micro_batches) > 1 else None
     counts = counts_by_hand(batch.completion_mask.sum(), 2 * K, counted_top(batch).sum())
-    how = {"objective": VARIANTS[variant], "temperature": TEMPERATURE, "compute": compute}
+    settings = {"objective": VARIANTS[variant], "temperature": TEMPERATURE, "compute": compute}
     for micro_batch in micro_batches:
         micro_batch = micro_batch._replace(old_logps=None) if on_policy else micro_batch
         micro_batch = shard_batch(micro_batch, where)
-        grads, metrics = micro_step(state.params, grads, micro_batch, counts, **how)
+        grads, metrics = micro_step(state.params, grads, micro_batch, counts, **settings)
         parts.append(metrics)
     loss = sum(metrics["loss"] for metrics in parts)
     state, norms = optimizer_step(state, grads, np.float32(lr), loss, optimizer=SGD, model=QWEN2)
@@ -169,9 +169,9 @@ def on_policy() -> Step:
 
 
 @functools.cache
-def in_pairs(variant: str) -> Step:
+def step_by_pairs(variant: str) -> Step:
     """The step in micro-batches of 2 sequences; one micro-batch has no token that counts."""
-    return step(variant, micro=2, share=2, batch=given(variant))
+    return step(variant, micro=2, share=2, batch=batch_for(variant))
 
 
 def assert_same_step(got: Step, expected: Step) -> None:
@@ -234,7 +234,7 @@ def numpy_step(o: Objective, x: Batch, logps: np.ndarray, entropy: np.ndarray) -
 
 
 @functools.cache
-def moved() -> list[tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]]:
+def shifted_logps() -> list[tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]]:
     """For each array of parameters: a random direction, and numpy_logps ahead and behind."""
     leaves, tree = jax.tree.flatten(weights())
     rng = np.random.default_rng(5)
@@ -249,17 +249,17 @@ def moved() -> list[tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]]:
 
 def slopes(value: Callable[[np.ndarray, np.ndarray], float]) -> list[float]:
     """The slopes of value(logps, entropy), along each direction."""
-    return [(value(*ahead) - value(*behind)) / 2e-5 for _, (ahead, behind) in moved()]
+    return [(value(*ahead) - value(*behind)) / 2e-5 for _, (ahead, behind) in shifted_logps()]
 
 
 def along(grads: Params) -> list[float]:
-    pairs = zip(jax.tree.leaves(grads), moved(), strict=True)
+    pairs = zip(jax.tree.leaves(grads), shifted_logps(), strict=True)
     return [float((grad * way).sum()) for grad, (way, _) in pairs]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_loss_metrics_and_gradient_in_micro_batches_follow_the_formulas(variant: str) -> None:
-    o, x, got = VARIANTS[variant], given(variant), in_pairs(variant)
+    o, x, got = VARIANTS[variant], batch_for(variant), step_by_pairs(variant)
     logps, entropy = numpy_logps(weights(), x.completion_ids)
     expected = numpy_step(o, x, logps, entropy)
     cuts = [expected[n] for n in expected if "clip" in n and "min" not in n or "over" in n]
@@ -310,4 +310,4 @@ def test_the_kernel_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """So it is with remat and on a mesh, and for the gradient of the entropy."""
     monkeypatch.setattr("loss_pallas.block_sizes", lambda *_: (64, 16))
     settings = {"share": 4, "mesh": (1, 4, 2), "kernel": KERNELS["pallas"], "remat": "full"}
-    assert_same_step(step("cispo", batch=given("cispo"), **settings), in_pairs("cispo"))
+    assert_same_step(step("cispo", batch=batch_for("cispo"), **settings), step_by_pairs("cispo"))

@@ -42,6 +42,7 @@ from infra.log import (
     run_state,
 )
 from infra.mistakes import UserMistake, exit_with_mistakes, in_one_line, writing
+from infra.resume import RUN
 from infra.settings import yaml_lines
 from metrics import completion_facts
 
@@ -66,6 +67,7 @@ class History(NamedTuple):
     evals: list[Record]  # the records of evaluations of EVAL_PROMPTS questions
     state: str  # of the run, see infra/log.py
     why: str  # the reason for this state
+    run: Record = {}  # the values of run.json, see infra/resume.py
 
 
 def read_history(out: Path) -> History:
@@ -73,7 +75,8 @@ def read_history(out: Path) -> History:
     settings, records = read_settings(out), [*read_lines(out / "metrics.jsonl")]
     steps = [record for record in records if LOSS in record]
     evals = [record for record in records if EVAL_ACCURACY in record]
-    return History(settings, records, steps, evals, *run_state(out))
+    run = json.loads((out / RUN).read_text(encoding="utf-8")) if (out / RUN).is_file() else {}
+    return History(settings, records, steps, evals, *run_state(out), run)
 
 
 def records_with(records: Sequence[Record], name: str) -> list[Record]:
@@ -151,12 +154,16 @@ def verdict(history: History) -> list[str]:
         return [f"verdict: {name}: {RULES[name]}" for name in rules[:3]]
     if not steps:
         return []
+    forked_from = history.run.get("forked_from")  # its records begin with the fork
+    since = f" since the fork of {forked_from}" if forked_from else ""
     if len(steps) < WINDOW:
-        return [f"verdict: none yet: it needs {WINDOW} steps, and the run has {len(steps)}"]
+        return [f"verdict: none yet: it needs {WINDOW} steps, and the run has {len(steps)}{since}"]
     is_sft = history.settings.get("loss.loss_type") == "sft"
     name, title = (LOSS, "loss") if is_sft else (REWARD, "mean reward")
-    ends = mean_over(steps[:WINDOW], name), mean_over(steps[-WINDOW:], name)
-    parts = ["{} {:.4f} -> {:.4f}".format(title, *ends)]
+    before, after = mean_over(steps[:WINDOW], name), mean_over(steps[-WINDOW:], name)
+    parts = [f"{title} {before:.4f} -> {after:.4f}"]
+    if len(steps) == WINDOW:  # both windows are the same steps
+        parts = [f"{title} {after:.4f}"]
     if (losses := held_out_losses(history)).size > 1:
         parts.append(f"held-out loss {losses[0]:.4f} -> {losses[-1]:.4f}")
     if len(evals) > 1:
@@ -168,7 +175,7 @@ def verdict(history: History) -> list[str]:
         parts.insert(0, f"accuracy {' -> '.join(texts)}")
         if reward_rise(steps) > 2 and accuracy_rise(evals) <= 2:
             parts.append("the reward has risen beyond noise, but the accuracy has not")
-    return [f"verdict: no sign of trouble in {len(steps)} steps: {', '.join(parts)}"]
+    return [f"verdict: no sign of trouble in {len(steps)} steps{since}: {', '.join(parts)}"]
 
 
 def triggered_rules(history: History) -> list[str]:
@@ -439,10 +446,24 @@ COMPARED = (  # patterns; the last value of each such metric of either run is co
     "time/train/step_avg_last10_s",
     "time/eval_full/step_s",
 )
+# Settings that say on which questions and by which rewards a run is measured.
+MEASURES = ("data.dataset", "data.dataset_config", "data.eval_split", "reward.reward_fn")
+MEASURES += ("reward.reward_weights",)
 
 
 def print_comparison(names: list[str], histories: list[History]) -> None:
-    """Prints a table of both runs, and the settings that differ."""
+    """Prints a table of both runs, and the settings that differ. A line above the table names what
+    differs in the questions, the reward functions and their files."""
+    a, b = (run.settings for run in histories)
+    keys = [key for key in a | b if a.get(key) != b.get(key) and not key.startswith("run.")]
+    differences = {key: f"{key} {a.get(key)} and {b.get(key)}" for key in keys}
+    measures = [text for key, text in differences.items() if key in MEASURES]
+    a_made_with, b_made_with = (run.run.get("made_with", {}) for run in histories)
+    for key, digest in a_made_with.items():
+        if key.startswith("the file of REWARD_FN") and b_made_with.get(key, digest) != digest:
+            measures.append(key)
+    if measures:
+        print(f"note: the metrics of both runs are not comparable: {', '.join(measures)}")
     lines = [["", *names, "second - first"], ["---"] * 4]
     lines.append(["state", *(f"{run.state} {run.why}".strip() for run in histories), ""])
     lines.append(["steps", *(str(len(run.steps)) for run in histories), ""])
@@ -453,10 +474,7 @@ def print_comparison(names: list[str], histories: list[History]) -> None:
         for metric in fnmatch.filter(metrics, pattern)
     ]
     print("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
-    a, b = (run.settings for run in histories)
-    keys = [key for key in a | b if a.get(key) != b.get(key) and not key.startswith("run.")]
-    differences = ", ".join(f"{key} {a.get(key)} and {b.get(key)}" for key in keys)
-    print(f"the settings differ in: {differences or 'nothing'}")
+    print(f"the settings differ in: {', '.join(differences.values()) or 'nothing'}")
 
 
 def compared_cells(metric: str, names: list[str], histories: list[History]) -> list[str]:

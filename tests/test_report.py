@@ -256,3 +256,17 @@ def test_a_difference_within_two_standard_errors_is_noise(
     rewards = [line.split("/")[3] for line in lines.splitlines() if "/func/" in line]
     assert rewards == ["larger", "xla", "auto"] and "eval/accuracy" not in lines
     assert lines.endswith("the settings differ in: train.attention_impl xla and auto\n")
+
+
+def test_a_comparison_of_other_questions_or_rewards_says_so_above_the_table(tmp_path: Path) -> None:
+    runs = tmp_path / "a", tmp_path / "b"
+    for run, split, digest in zip(runs, ("test", "train"), ("1f", "2e"), strict=True):
+        run.mkdir()
+        (run / "config.yaml").write_text(
+            f"data.dataset: d\ndata.eval_split: {split}\nreward.reward_fn: my.py:f\n"
+        )
+        made_with = {"SEED": digest, "the file of REWARD_FN my.py": digest, "REWARD_FN": "my.py:f"}
+        (run / "run.json").write_text(json.dumps({"forked_from": "", "made_with": made_with}))
+    note = "note: the metrics of both runs are not comparable: data.eval_split test and train, "
+    assert tool(*runs)[1].startswith(f"{note}the file of REWARD_FN my.py\n| ")
+    assert tool(runs[0], runs[0])[1].startswith("|  | ")

@@ -178,6 +178,24 @@ def test_a_healthy_run_is_told_what_it_has_reached() -> None:
     assert verdict(sft(change(2.0, 1.0), [2.1, 0.9])) == [start + losses]
 
 
+def test_ten_steps_show_no_trend_and_eleven_do() -> None:
+    start = "verdict: no sign of trouble in "
+    assert verdict(history({}, n=10)) == [f"{start}10 steps: mean reward 1.0000"]
+    assert verdict(history({}, n=11)) == [f"{start}11 steps: mean reward 1.0000 -> 1.0500"]
+    assert verdict(sft(change(2.0, 1.0), [2.1, 0.9], n=10)) == [
+        f"{start}10 steps: loss 2.0000, held-out loss 2.1000 -> 0.9000"
+    ]
+
+
+def test_the_steps_of_a_fork_count_from_the_fork() -> None:
+    since = "since the fork of runs/x/checkpoints/50"
+    fork = {"forked_from": "runs/x/checkpoints/50"}
+    (line,) = verdict(history({}, n=9)._replace(run=fork))
+    assert line == f"verdict: none yet: it needs 10 steps, and the run has 9 {since}"
+    (line,) = verdict(history({})._replace(run=fork))
+    assert line.startswith(f"verdict: no sign of trouble in 20 steps {since}: mean reward 1.0000 ")
+
+
 def test_a_sick_run_has_at_most_three_lines_causes_come_first_and_no_learning_comes_alone() -> None:
     sick = {NORM: NAN, DRIFT: 0.5, CUT: 1, ZERO: 1} | FLAT
     assert names(history(sick, n=60)) == ["non_finite_steps", "sampler_drift", "all_truncated"]

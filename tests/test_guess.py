@@ -61,10 +61,9 @@ def test_the_careful_player_heeds_all_answers_and_the_careless_one_none() -> Non
 
 
 def test_supervised_training_teaches_only_what_the_player_says() -> None:
-    turns = [[5, 6, 9], [1, 1], [7, 9]]
-    batch = make.micro_batch([Prompt([3, 4], {})], [turns, turns[:1]], S=1, T=8)
-    assert batch.ids.tolist() == [[3, 4, 5, 6, 9, 1, 1, 7, 4, 5, 6] + [0] * 6]
-    assert batch.completion_mask.tolist() == [[1, 1, 1, 0, 0, 1, 1, 0], [1, 1, 1, 0, 0, 0, 0, 0]]
+    learnt = make.demonstrate(Prompt([3, 4], {}), [[5, 6, 9], [1, 1], [7, 9]])
+    assert learnt.ids == [3, 4] and learnt.completion_ids == [5, 6, 9, 1, 1, 7, 9]
+    assert learnt.completion_mask == [1, 1, 1, 0, 0, 1, 1]
 
 
 @pytest.mark.slow

@@ -52,8 +52,8 @@ def test_make_tiny_makes_this_dataset() -> None:
 @pytest.mark.slow
 def test_every_stage_of_its_supervised_training_takes_a_step() -> None:
     tokenizer, model = hf.load_tokenizer(TINY), hf.read_config(TINY)
-    stages = [stage._replace(steps=1, prompts=4) for stage in make.STAGES]
-    params = make.warm_up(model, tokenizer, examples("train")[:8], stages)
+    stages = [stage._replace(steps=1, prompts=16) for stage in make.STAGES]
+    params = make.warm_up(model, tokenizer, examples("train")[:16], stages)
     untrained = init_params(model, jax.random.key(make.SEED))
     for new, old in zip(jax.tree.leaves(params), jax.tree.leaves(untrained), strict=True):
         assert np.isfinite(new).all() and (new != old).any()

@@ -9,7 +9,6 @@ reinforcement learning has arithmetic to teach.
 """
 
 import argparse
-import functools
 import itertools
 import json
 import random
@@ -22,7 +21,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
@@ -30,15 +28,18 @@ from tokenizers.trainers import BpeTrainer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
 
 import data
-from infra.sizes import prompt_width
+from config import Config
+from demonstrations import Demonstration
+from infra.sizes import derive_sizes, prompt_width
 from model import hf
 from model.layout import TRAIN_BATCH_AXES, Layout, make_mesh
 from model.network import ComputeConfig
-from model.params import ModelConfig, Params, init_params
-from optimizer import Schedule, learning_rate
+from model.params import ModelConfig, Params, init_params, param_shardings
+from optimizer import Schedule, init_state, learning_rate
 from rewards import SYSTEM_PROMPT, TAGS
-from rows import Batch, MicroBatch, RowShape, pack
-from update import compute_logps_and_entropies
+from startup import make_learner
+from train_sft import batch_of
+from update import train_on_mini_batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -240,24 +241,10 @@ def write_config(
 # ---- Supervised warm-up --------------------------------------------------------------------------
 
 
-def micro_batch(
-    prompts: list[data.Prompt], completions: list[list[list[int]]], S: int, T: int
-) -> MicroBatch:
-    """A row for each prompt, with S slots for the prompt and T slots for each of its completions,
-    which are adjacent. A completion is the ids of its turns; every second turn, the model's, is
-    taught."""
-    share = len(completions) // len(prompts)
-    ids, mask = np.zeros((2, len(completions), T), np.int32)
-    lengths = np.zeros(len(completions), np.int32)
-    for i, turns in enumerate(completions):
-        for number, turn in enumerate(turns):
-            span = slice(lengths[i], lengths[i] + len(turn))
-            ids[i, span], mask[i, span] = turn, number % 2 == 0
-            lengths[i] += len(turn)
-    logps, advantages = np.zeros(mask.shape, np.float32), np.zeros(len(mask), np.float32)  # unused
-    batch = Batch(prompts, ids, mask, lengths, logps, advantages=advantages)
-    rows = np.arange(len(completions)).reshape(-1, share).tolist()
-    return pack(batch, rows, RowShape(S, share * T, share), pad_id=0)
+def demonstrate(prompt: data.Prompt, turns: list[list[int]]) -> Demonstration:
+    """The completion of these turns, of which every second one, the model's, is taught."""
+    mask = [1 - number % 2 for number, turn in enumerate(turns) for _ in turn]
+    return Demonstration(*prompt, sum(turns, []), mask, source="")
 
 
 def warm_up(
@@ -272,45 +259,36 @@ def warm_up(
     at most T tokens: turns of the model, with turns of the user between them."""
     rng = random.Random(SEED)
     mesh = make_mesh("MESH_SHAPE", "1,1,1", jax.devices()[:1])
-    compute = ComputeConfig(model, jnp.float32, Layout(mesh, TRAIN_BATCH_AXES))
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam())
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(
-        params: Params, opt_state: optax.OptState, batch: MicroBatch, lr: jax.Array
-    ) -> tuple[Params, optax.OptState, jax.Array]:
-        def cross_entropy(params: Params) -> jax.Array:
-            logps, _ = compute_logps_and_entropies(params, batch, 1.0, compute)
-            return -(logps * batch.completion_mask).sum() / batch.completion_mask.sum()
-
-        loss, grads = jax.value_and_grad(cross_entropy)(params)
-        updates, opt_state = optimizer.update(grads, opt_state)
-        return jax.tree.map(lambda w, u: w - lr * u, params, updates), opt_state, loss
-
-    params = init_params(model, jax.random.key(SEED))
+    compute = ComputeConfig(model, jnp.dtype("float32"), Layout(mesh, TRAIN_BATCH_AXES))
+    params = jax.device_put(init_params(model, jax.random.key(SEED)), param_shardings(model, mesh))
     for stage in stages:
-        opt_state = optimizer.init(params)
         prompts = data.build_prompts(
             examples,
             data.ChatFormat(tokenizer, [{"role": "system", "content": stage.system_prompt}]),
         )
         S = prompt_width(max(len(prompt.ids) for prompt in prompts)) - 1
+        sizes = {"batch_size": stage.prompts, "num_pre_q": stage.solutions, "max_length_sample": T}
+        cfg = Config(loss_type="sft", train_micro_batch_size=16, **sizes)
+        learner = make_learner(cfg, derive_sizes(cfg, 1, 1), compute, S, pad_id=0)
+        state = init_state(params, optimizer=learner.optimizer, model=model)
         for i in range(stage.steps):
             indices = data.batch_indices(len(examples), stage.prompts, i, SEED)
-            drawn = np.repeat(indices, stage.solutions)
             mistakes = stage.mistakes if i >= stage.careful_steps else 0.0
-            completions = []
-            for j in drawn:
+            demonstrations = []
+            for j in np.repeat(indices, stage.solutions):
                 texts = solution(examples[j], mistakes, rng)
                 texts = [
                     (USER.format(text) if n % 2 else text + END) for n, text in enumerate(texts)
                 ]
-                completions.append(tokenizer(texts, add_special_tokens=False)["input_ids"])
-            batch = micro_batch([prompts[j] for j in indices], completions, S, T)
+                turns = tokenizer(texts, add_special_tokens=False)["input_ids"]
+                demonstrations.append(demonstrate(prompts[j], turns))
+            batch = batch_of(demonstrations, T)._replace(prompts=[prompts[j] for j in indices])
             lr = learning_rate(i, Schedule(stage.peak_lr, "linear", 0.05, stage.steps))
-            params, opt_state, loss = step(params, opt_state, batch, lr)
+            state, metrics = train_on_mini_batch(learner, state, batch, lr)
             if i % 50 == 0 or i == stage.steps - 1:
+                loss = metrics["loss"]
                 print(f"warm-up mistakes={mistakes} step={i} loss={loss:.4f}", flush=True)
+        params = state.params
     return params
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import yaml
 from tqdm import tqdm
 
-from infra.mistakes import UserMistake, in_one_line, writing
+from infra.mistakes import UserMistake, reading, writing
 
 if TYPE_CHECKING:
     from extras.trackers import Trackers
@@ -203,20 +203,12 @@ def to_json_values(value: object) -> Any:
 
 
 def read_settings(out: Path) -> dict[str, Any]:
-    """The values in config.yaml, by their YAML names.
-
-    Raises UserMistake without this file, and for a value that YAML cannot read, such as 2026-02-30.
-    """
+    """The values in config.yaml, by their YAML names. Raises UserMistake without a readable one."""
     file = out / "config.yaml"
     if not file.is_file():
         raise UserMistake(f"{out} has no config.yaml; give the OUTPUT_DIR of a run")
-    try:
+    with reading(f"{file} cannot be read"):
         return yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (ValueError, yaml.YAMLError) as error:
-        raise UserMistake(
-            f"{file} cannot be read: {in_one_line(error, with_type=False)}; mend it, or put the "
-            f"text in quotes"
-        ) from None
 
 
 def read_lines(file: Path) -> Iterator[dict[str, Any]]:

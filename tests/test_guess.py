@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from runs import REPO, run_as_user
 
-from data import Prompt
+from data import ChatFormat
+from demonstrations import build_demonstrations
+from model import hf
 from recipes import make_guesser
 from recipes.guess import Guess
 from tiny import make
@@ -61,9 +63,13 @@ def test_the_careful_player_heeds_all_answers_and_the_careless_one_none() -> Non
 
 
 def test_supervised_training_teaches_only_what_the_player_says() -> None:
-    learnt = make.demonstrate(Prompt([3, 4], {}), [[5, 6, 9], [1, 1], [7, 9]])
-    assert learnt.ids == [3, 4] and learnt.completion_ids == [5, 6, 9, 1, 1, 7, 9]
-    assert learnt.completion_mask == [1, 1, 1, 0, 0, 1, 1]
+    tokenizer = hf.load_tokenizer(REPO / "tiny")
+    game = make.demonstrate({"question": "It is from 1 to 9."}, ["5", "higher", "7"])
+    [learnt] = build_demonstrations([game], ChatFormat(tokenizer, []))
+    pairs = zip(learnt.completion_ids, learnt.completion_mask, strict=True)
+    taught = tokenizer.decode([token for token, is_taught in pairs if is_taught])
+    assert taught == "5<|im_end|>7<|im_end|>"
+    assert "user\nhigher<|im_end|>" in tokenizer.decode(learnt.completion_ids)
 
 
 @pytest.mark.slow

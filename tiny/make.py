@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 
 import data
 from config import Config
-from demonstrations import Demonstration
+from demonstrations import build_demonstrations
 from infra.sizes import derive_sizes, prompt_width
 from model import hf
 from model.layout import TRAIN_BATCH_AXES, Layout, make_mesh
@@ -84,8 +84,6 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# A turn of the user within a completion, as this template writes it after END.
-USER = "\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 # ---- Word problems -------------------------------------------------------------------------------
 
@@ -241,10 +239,11 @@ def write_config(
 # ---- Supervised warm-up --------------------------------------------------------------------------
 
 
-def demonstrate(prompt: data.Prompt, turns: list[list[int]]) -> Demonstration:
-    """The completion of these turns, of which every second one, the model's, is taught."""
-    mask = [1 - number % 2 for number, turn in enumerate(turns) for _ in turn]
-    return Demonstration(*prompt, sum(turns, []), mask, source="")
+def demonstrate(example: dict[str, str], turns: list[str]) -> data.Example:
+    """The example with a completion of these turns, of the model and of the user alternately."""
+    roles = itertools.cycle(["assistant", "user"])
+    messages = [{"role": next(roles), "content": text} for text in turns]
+    return example | {"completions": (messages, "")}
 
 
 def warm_up(
@@ -262,10 +261,10 @@ def warm_up(
     compute = ComputeConfig(model, jnp.dtype("float32"), Layout(mesh, TRAIN_BATCH_AXES))
     params = jax.device_put(init_params(model, jax.random.key(SEED)), param_shardings(model, mesh))
     for stage in stages:
-        prompts = data.build_prompts(
-            examples,
-            data.ChatFormat(tokenizer, [{"role": "system", "content": stage.system_prompt}]),
+        chat_format = data.ChatFormat(
+            tokenizer, [{"role": "system", "content": stage.system_prompt}]
         )
+        prompts = data.build_prompts(examples, chat_format)
         S = prompt_width(max(len(prompt.ids) for prompt in prompts)) - 1
         sizes = {"batch_size": stage.prompts, "num_pre_q": stage.solutions, "max_length_sample": T}
         cfg = Config(loss_type="sft", train_micro_batch_size=16, **sizes)
@@ -274,15 +273,12 @@ def warm_up(
         for i in range(stage.steps):
             indices = data.batch_indices(len(examples), stage.prompts, i, SEED)
             mistakes = stage.mistakes if i >= stage.careful_steps else 0.0
-            demonstrations = []
-            for j in np.repeat(indices, stage.solutions):
-                texts = solution(examples[j], mistakes, rng)
-                texts = [
-                    (USER.format(text) if n % 2 else text + END) for n, text in enumerate(texts)
-                ]
-                turns = tokenizer(texts, add_special_tokens=False)["input_ids"]
-                demonstrations.append(demonstrate(prompts[j], turns))
-            batch = batch_of(demonstrations, T)._replace(prompts=[prompts[j] for j in indices])
+            solved = [
+                demonstrate(examples[j], solution(examples[j], mistakes, rng))
+                for j in np.repeat(indices, stage.solutions)
+            ]
+            demonstrations = build_demonstrations(solved, chat_format)
+            batch = batch_of(demonstrations, T)._replace(prompts=demonstrations[:: stage.solutions])
             lr = learning_rate(i, Schedule(stage.peak_lr, "linear", 0.05, stage.steps))
             state, metrics = train_on_mini_batch(learner, state, batch, lr)
             if i % 50 == 0 or i == stage.steps - 1:

@@ -46,7 +46,7 @@ from model.layout import devices_per_process, mesh_text
 from model.lora import read_lora
 from model.network import ComputeConfig
 from model.next_token import Sampling, support_size
-from model.params import Gemma3, ModelConfig, Qwen35, abstract_params, combine_params
+from model.params import Gemma3, ModelConfig, Params, Qwen35, abstract_params, combine_params
 from model.placement import num_params, plan_compute, raise_if_too_long, rollout_mesh_text
 from optimizer import abstract_state, apply_update
 from rows import Batch, MicroBatch, RowShape, pack
@@ -97,9 +97,9 @@ class Program(NamedTuple):
 
     function: jax.stages.Wrapped  # what jax.jit returns
     arguments: tuple[Any, ...]  # pytrees of shapes, and values
-    static: dict[str, Any]  # keyword arguments
     rest: int  # bytes per device of the run's other arrays
     sizes: tuple[str, ...] = ()  # the settings that make it smaller, for suggest_smaller_size
+    static: dict[str, Any] = {}  # keyword arguments
 
 
 class Memory(NamedTuple):
@@ -136,9 +136,7 @@ def make_plan(cfg: Config, slice_name: str) -> Plan:
     if cfg.rollout_backend == "sglang_jax":
         sglang = open_sglang()
         if hosts > 1:
-            raise UserMistake(
-                f"ROLLOUT_BACKEND=sglang_jax runs on one host; {slice_name} has {hosts}"
-            )
+            raise UserMistake(f"{sglang.SETTING} runs on one host; {slice_name} has {hosts}")
         sglang.raise_if_engine_cannot_compute(cfg, model, longest, devices)
         _, engine_tokens = sglang.pool_size(cfg, sizes, S + 1, devices)
         engine_tokens += sglang.PAGE_TOKENS["tpu"]  # the engine's page for padding
@@ -172,9 +170,8 @@ def print_plan(plan: Plan, flags: argparse.Namespace) -> int:
     programs, memories = list_programs(plan), {}
     if plan.engine_tokens:
         sync = programs["sync_weights"]
-        memories["engine"] = engine_memory(
-            plan, limit, bytes_per_device(sync.arguments) + sync.rest
-        )
+        rest = bytes_per_device(sync.arguments) + sync.rest
+        memories["engine"] = engine_memory(plan, limit, rest)
         print(f"| engine | {columns(memories['engine'], limit)} | not compiled |", flush=True)
     for name, program in programs.items():
         began = time.perf_counter()
@@ -366,13 +363,12 @@ def list_programs(plan: Plan) -> dict[str, Program]:
     rest = held - bytes_per_device(copied)
     if base and not rollout.model.lora:  # an engine copies merged weights, a second base
         copied, rest = base, held
-    programs = {"sync_weights": Program(sync_weights(rollout), (copied,), {}, rest)}
+    programs = {"sync_weights": Program(sync_weights(rollout), (copied,), rest)}
     if cfg.loss_type == "sft":  # it samples nothing, but in evaluations with a REWARD_FN
         programs = {}
     elif cfg.rollout_backend == "naive":  # an engine has programs of its own
-        rest = held - rollout.shares_base * bytes_per_device(
-            base
-        )  # a shared base is among the arguments
+        # A shared base is among the arguments.
+        rest = held - rollout.shares_base * bytes_per_device(base)
         prompts, K, sampling = plan.sizes.prompt_batch_size, cfg.num_pre_q, make_sampling(cfg)
         programs |= rollout_programs(plan, plan.S, prompts, K, sampling, rest)
         if cfg.turns() > 1:  # The last turn has nearly all of the completion in its prompt.
@@ -387,36 +383,27 @@ def list_programs(plan: Plan) -> dict[str, Program]:
 
     batch = micro_batch(plan, learner.limits.widest())
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
-    scores = {}
+
+    def score(weights: Params, rows: MicroBatch, compute: ComputeConfig) -> Program:
+        arguments = weights, rows, cfg.temperature, compute
+        rest = held - bytes_per_device(weights)
+        return Program(compute_logps_and_entropies, arguments, rest, MICRO_SIZES)
+
     if cfg.beta > 0 or plan.sizes.updates_per_step > 1 or cfg.top_entropy_quantile < 1:
         scored = combine_params(base, reference) if reference else params
-        scores["compute_logps_and_entropies"] = scored, batch, training
+        programs["compute_logps_and_entropies"] = score(scored, batch, training)
     if teacher:
         limits = make_learner(cfg, plan.sizes, teacher, plan.S, pad_id=0).limits
         judged = micro_batch(plan._replace(training=teacher), limits.widest())
-        scores["teacher"] = frozen[-1], judged, teacher
-    for name, (scored, rows, compute) in scores.items():
-        programs[name] = Program(
-            compute_logps_and_entropies,
-            (scored, rows, cfg.temperature, compute),
-            {},
-            held - bytes_per_device(scored),
-            MICRO_SIZES,
-        )
+        programs["teacher"] = score(frozen[-1], judged, teacher)
     counts = dict.fromkeys(("num_tokens", "num_sequences", "num_top_tokens"), scalar)
     grad_sum = state.params if plan.sizes.grad_accum_steps > 1 else None
     static = {"objective": learner.objective, "temperature": cfg.temperature, "compute": training}
-    programs["micro_step"] = Program(
-        micro_step,
-        (params, grad_sum, batch, counts),
-        static,
-        held - bytes_per_device(params),
-        MICRO_SIZES,
-    )
-    rest, grads = bytes_per_device(frozen), state.params
-    programs["optimizer_step"] = Program(
-        apply_update, (state, grads, scalar, learner.optimizer, model), {}, rest
-    )
+    arguments, rest = (params, grad_sum, batch, counts), held - bytes_per_device(params)
+    programs["micro_step"] = Program(micro_step, arguments, rest, MICRO_SIZES, static)
+    # state.params stands for the gradients, which have the same shapes.
+    arguments = state, state.params, scalar, learner.optimizer, model
+    programs["optimizer_step"] = Program(apply_update, arguments, bytes_per_device(frozen))
     return programs
 
 
@@ -455,15 +442,14 @@ def rollout_programs(
     )
     arguments = weights, rollout, prompt_ids, prompt_mask
     programs = {
-        "prefill": Program(prefill, arguments, {}, rest, PASS_SIZES),
-        "decode": Program(decode, (weights, rollout, state, fewest), static, rest, PASS_SIZES),
+        "prefill": Program(prefill, arguments, rest, PASS_SIZES),
+        "decode": Program(decode, (weights, rollout, state, fewest), rest, PASS_SIZES, static),
     }
     if plan.cfg.drops_ended() and sequences > shards:
-        size = smaller_batches(sequences // shards)[0]  # when sequences first leave the batch
+        static = {"size": smaller_batches(sequences // shards)[0]}  # when some first leave
         rest += bytes_per_device(weights)
-        programs["drop_sequences"] = Program(
-            drop_sequences, (rollout, state), {"size": size}, rest, PASS_SIZES
-        )
+        arguments = rollout, state
+        programs["drop_sequences"] = Program(drop_sequences, arguments, rest, PASS_SIZES, static)
     return programs
 
 

@@ -37,7 +37,6 @@ def test_a_recipe_begins_with_the_command_that_runs_it(recipe: Path) -> None:
 # sequences per step per process, sequences per micro-step, micro-steps)
 SIZES = [
     ("grpo_gsm8k_qwen25_3b_bs128_steps100", {}, (1, 8), (16, 1, 128, 16, 8)),
-    ("grpo_gsm8k_qwen25_3b_bs128_steps100_pallas", {}, (1, 8), (16, 1, 128, 16, 8)),
     ("grpo_gsm8k_qwen25_7b_v4_16_smoke", {}, (2, 4), (2, 1, 16, 4, 4)),
     ("grpo_gsm8k_qwen25_7b_v4_16_smoke", SMOKE_4B, (2, 4), (4, 2, 16, 4, 4)),
     ("grpo_gsm8k_bs128_steps100", {}, (2, 4), (8, 1, 64, 16, 4)),
@@ -65,17 +64,6 @@ def test_a_recipe_makes_the_published_sizes(
     assert sizes == (*rollout, made.micro_batch_size, made.grad_accum_steps)
 
 
-def test_the_two_recipes_for_the_3b_model_differ_only_in_the_kernel() -> None:
-    plain, pallas = (
-        Config.from_env({}, REPO / "recipes" / f"grpo_gsm8k_qwen25_3b_bs128_steps100{end}.yaml")
-        for end in ("", "_pallas")
-    )
-    assert (plain.policy_loss_impl, pallas.policy_loss_impl) == ("jax", "pallas")
-    changed = {name for name, value in vars(plain).items() if value != getattr(pallas, name)}
-    assert changed == {"policy_loss_impl"}
-    assert (plain.steps, plain.max_length_sample, plain.num_pre_q) == (100, 1024, 8)
-
-
 def test_published_runs_keep_what_the_published_runs_kept() -> None:
     """At most one checkpoint and curves in W&B; smoke runs save nothing."""
     for recipe in RECIPES:
@@ -87,6 +75,7 @@ def test_published_runs_keep_what_the_published_runs_kept() -> None:
             assert kept == (0, "", 10), name
         if "bs128_steps100" in name and "qwen25_3b" in name:
             assert kept == (cfg.steps, "", 10), name
+            assert (cfg.steps, cfg.max_length_sample, cfg.num_pre_q) == (100, 1024, 8)
             assert (cfg.wandb_mode, cfg.wandb_project) == ("online", "mllm-jax-grpo-gsm8k")
 
 

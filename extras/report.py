@@ -41,7 +41,7 @@ from infra.log import (
     replace_file,
     run_state,
 )
-from infra.mistakes import UserMistake, exit_with_mistakes, in_one_line, writing
+from infra.mistakes import UserMistake, exit_with_mistakes, in_one_line, reading, writing
 from infra.resume import RUN
 from infra.settings import yaml_lines
 from metrics import completion_facts
@@ -271,6 +271,8 @@ def value_and_error(records: Sequence[Record], name: str) -> tuple[float, float]
 
 # ---- summary.json and report.html ----------------------------------------------------------------
 
+TEMPLATE = "report.html.jinja"  # beside this file
+
 
 class Reviewer:
     """Keeps summary.json and report.html of a run up to date, and prints a note for each symptom.
@@ -323,11 +325,6 @@ def write_review(out: Path, history: History) -> Record:
     replace_file(out / SUMMARY, json.dumps(summary, indent=1, default=str) + "\n")
     replace_file(out / "report.html", render_report(out, history))
     return summary
-
-
-# ---- report.html ---------------------------------------------------------------------------------
-
-TEMPLATE = "report.html.jinja"  # beside this file
 
 
 def render_report(out: Path, history: History) -> str:
@@ -513,24 +510,19 @@ def draw_picture(names: list[str], histories: list[History], file: Path) -> None
     left, right = figure.subplots(1, 2)
     begins = first_steps(names, histories)
     for name, run, begin in zip(names, histories, begins, strict=True):
-        steps, accuracies, errors = (
-            metric_values(run.evals, metric)
-            for metric in ("step", "eval/accuracy", "eval/accuracy_se")
-        )
-        label = Path(name).name
-        left.errorbar(begin + steps, accuracies, errors, marker=".", capsize=2, label=label)
-        steps, rewards = (metric_values(run.steps, metric) for metric in ("step", REWARD))
-        right.plot(begin + steps, rewards, linewidth=0.8)
+        steps = begin + metric_values(run.evals, "step")
+        accuracies = metric_values(run.evals, EVAL_ACCURACY)
+        errors = metric_values(run.evals, f"{EVAL_ACCURACY}_se")
+        left.errorbar(steps, accuracies, errors, marker=".", capsize=2, label=Path(name).name)
+        steps = begin + metric_values(run.steps, "step")
+        right.plot(steps, metric_values(run.steps, REWARD), linewidth=0.8)
     left.set(xlabel="step", ylabel="held-out accuracy", ylim=(0, 1))
     left.legend()
     right.set(xlabel="step", ylabel="mean reward of the step")
     for plot in (left, right):
         plot.grid(alpha=0.3)
-    try:
-        with writing(f"--out {file}", UserMistake):
-            figure.savefig(file, dpi=120)
-    except ValueError as error:  # matplotlib does not know the ending
-        raise UserMistake(f"--out {file} cannot be written: {error}") from None
+    with reading(f"--out {file} cannot be written"):  # matplotlib may not know the ending
+        figure.savefig(file, dpi=120)
     print(file)
 
 

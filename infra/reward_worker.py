@@ -342,11 +342,6 @@ class _Server:
             for argument, schema in schemas.items():
                 if argument in arguments:
                     arguments[argument] = _cast(arguments[argument], schema.get("type"))
-            try:
-                inspect.signature(tool).bind(**arguments)
-            except TypeError as error:
-                takes = ", ".join(schemas) or "no arguments"
-                raise TypeError(f"{error}; {name} takes {takes}") from None
             self._seed(number, turn, i)
             return str(tool(**arguments))
         except BaseException as error:  # The policy and the tool may do anything, also exit().

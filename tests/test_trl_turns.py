@@ -247,9 +247,8 @@ def test_a_game_gets_the_calls_that_it_gets_in_trl_and_the_tokens_and_rewards_ar
     assert f"<|im_start|>user\nMove them. There are 3 boxes.{STOP}\n" in ours[0].prompt
 
 
-MISSING = "missing 1 required positional argument: 'box'"
-LACKS = "missing a required argument: 'box'; look takes box"
-OTHER = "got an unexpected keyword argument 'room'"
+LACKS = "Boxes.look() missing 1 required positional argument: 'box'"
+OTHER = "Boxes.look() got an unexpected keyword argument 'room'"
 NOT_JSON = "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"
 NAMELESS = "ValueError: there is no tool None, only look, move"
 # A turn with a wrong call, the error in TRL (None: it ends the episode), and the error here.
@@ -257,9 +256,9 @@ WRONG = [
     (call("look", box=7), "list index out of range", "IndexError: list index out of range"),
     (call("move", source=1, target=0), "box 1 has 0 coins", "ValueError: box 1 has 0 coins"),
     (call("fly"), "Tool fly not found.", "ValueError: there is no tool 'fly', only look, move"),
-    (call("look"), f"Boxes.look() {MISSING}", f"TypeError: {LACKS}"),
-    (call("look").replace("{}", "null"), f"Boxes.look() {MISSING}", f"TypeError: {LACKS}"),
-    (call("look", box=1, room=2), f"Boxes.look() {OTHER}", f"TypeError: {OTHER}; look takes box"),
+    (call("look"), LACKS, f"TypeError: {LACKS}"),
+    (call("look").replace("{}", "null"), LACKS, f"TypeError: {LACKS}"),
+    (call("look", box=1, room=2), OTHER, f"TypeError: {OTHER}"),
     ("<tool_call>{bad}</tool_call>", None, f"JSONDecodeError: {NOT_JSON}"),
     ('<tool_call>{"arguments": {"box": 1}}</tool_call>', None, NAMELESS),
 ]

@@ -357,16 +357,16 @@ ANSWERS = {
     call_of("add", '"five"'): "error: JSONDecodeError: Expecting value: line 1 column 1",
     call_of(
         "add", '{"by": 3, "number": 2}'
-    ): "error: TypeError: got an unexpected keyword argument 'by'; add",
+    ): "error: TypeError: Calculator.add() got an unexpected keyword argument 'by'",
     call_of(
         "divide", '{"dividend": 1}'
-    ): "error: TypeError: missing a required argument: 'divisor'",
+    ): "error: TypeError: Calculator.divide() missing 1 required positional argument: 'div",
     call_of(
         "divide", '{"dividend": 1, "divisor": 0}'
     ): "error: ZeroDivisionError: division by zero",
     call_of(
         "roll", '{"sides": 6}'
-    ): "error: TypeError: got an unexpected keyword argument 'sides'; roll takes no arguments",
+    ): "error: TypeError: Calculator.roll() got an unexpected keyword argument 'sides'",
     call_of("sub", "{}"): "error: ValueError: there is no tool 'sub', only add, divide, roll, run",
     call_of("run", '{"code": "exit(3)"}'): "error: SystemExit: 3",
     call_of("run", '{"code": "\\ud83d"}'): "error: UnicodeEncodeError: ",

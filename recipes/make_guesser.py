@@ -19,7 +19,6 @@ import jax
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
 
-from model import hf
 from recipes.guess import Guess
 from tiny import make
 
@@ -66,9 +65,8 @@ def main() -> None:
     make.write_examples(folder, train, test)
     prompts = [f"system\n{SYSTEM_PROMPT}\nuser\n{each['question']}\nassistant\n" for each in train]
     make.write_tokenizer(folder, prompts + ["higher lower Say a number."] * 50)
-    model, tokenizer = make.write_config(folder, make.MODEL | SIZES)
-    params = make.warm_up(model, tokenizer, train + test, STAGES, game, T=48)
-    hf.save_tensors(dict(hf.hf_tensors(params, model)), folder / hf.WEIGHTS)
+    make.write_config(folder, make.MODEL | SIZES)
+    make.warm_up(folder, train + test, STAGES, game, T=48)
     print(f"{folder} has a model, {len(train)} questions and {len(test)} held-out ones.")
 
 

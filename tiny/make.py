@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,15 +34,12 @@ from infra.sizes import derive_sizes, prompt_width
 from model import hf
 from model.layout import TRAIN_BATCH_AXES, Layout, make_mesh
 from model.network import ComputeConfig
-from model.params import ModelConfig, Params, init_params, param_shardings
+from model.params import init_params, param_shardings
 from optimizer import Schedule, init_state, learning_rate
 from rewards import SYSTEM_PROMPT, TAGS
 from startup import make_learner
 from train_sft import batch_of
 from update import train_on_mini_batch
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 SEED = 0
 FOLDER = Path(__file__).resolve().parents[1] / "tiny"
@@ -225,15 +222,11 @@ def write_tokenizer(folder: Path, texts: list[str]) -> None:
 # ---- Model ---------------------------------------------------------------------------------------
 
 
-def write_config(
-    folder: Path, values: dict[str, object]
-) -> tuple[ModelConfig, "PreTrainedTokenizerBase"]:
-    """Writes the config.json of a model with these values, for the tokenizer in the folder.
-    Returns the config and the tokenizer."""
+def write_config(folder: Path, values: dict[str, object]) -> None:
+    """Writes the config.json of a model with these values, for the tokenizer in the folder."""
     tokenizer = hf.load_tokenizer(folder)
     ids = {"vocab_size": -(-len(tokenizer) // 64) * 64, "eos_token_id": tokenizer.eos_token_id}
     (folder / "config.json").write_text(json.dumps(values | ids, indent=1) + "\n")
-    return hf.read_config(folder), tokenizer
 
 
 # ---- Supervised warm-up --------------------------------------------------------------------------
@@ -247,16 +240,16 @@ def demonstrate(example: dict[str, str], turns: list[str]) -> data.Example:
 
 
 def warm_up(
-    model: ModelConfig,
-    tokenizer: "PreTrainedTokenizerBase",
+    folder: Path,
     examples: list[dict[str, str]],
     stages: Sequence[Stage],
     solution: Callable[[dict[str, str], float, random.Random], list[str]] = solution,
     T: int = 32,
-) -> Params:
-    """Weights trained on solutions of the examples. Each use of an example draws a new solution of
-    at most T tokens: turns of the model, with turns of the user between them."""
-    rng = random.Random(SEED)
+) -> None:
+    """Writes the weights of the folder's model, trained on solutions of the examples. Each use of
+    an example draws a new solution of at most T tokens: turns of the model, with turns of the user
+    between them."""
+    model, tokenizer, rng = hf.read_config(folder), hf.load_tokenizer(folder), random.Random(SEED)
     mesh = make_mesh("MESH_SHAPE", "1,1,1", jax.devices()[:1])
     compute = ComputeConfig(model, jnp.dtype("float32"), Layout(mesh, TRAIN_BATCH_AXES))
     params = jax.device_put(init_params(model, jax.random.key(SEED)), param_shardings(model, mesh))
@@ -285,7 +278,7 @@ def warm_up(
                 loss = metrics["loss"]
                 print(f"warm-up mistakes={mistakes} step={i} loss={loss:.4f}", flush=True)
         params = state.params
-    return params
+    hf.save_tensors(dict(hf.hf_tensors(params, model)), folder / hf.WEIGHTS)
 
 
 def main() -> None:
@@ -296,9 +289,8 @@ def main() -> None:
     write_examples(FOLDER, train, test)
     texts = [f"{example['question']} {solution(example, 0.0, rng)[0]}" for example in train]
     write_tokenizer(FOLDER, texts + [f"{SYSTEM_PROMPT} system user assistant"] * 50)
-    model, tokenizer = write_config(FOLDER, MODEL)
-    params = warm_up(model, tokenizer, train, STAGES)
-    hf.save_tensors(dict(hf.hf_tensors(params, model)), FOLDER / hf.WEIGHTS)
+    write_config(FOLDER, MODEL)
+    warm_up(FOLDER, train, STAGES)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ class History(NamedTuple):
     evals: list[Record]  # the records of evaluations of EVAL_PROMPTS questions
     state: str  # of the run, see infra/log.py
     why: str  # the reason for this state
-    run: Record = {}  # the values of run.json, see infra/resume.py
+    run_json: Record = {}  # the values of this file, see infra/resume.py
 
 
 def read_history(out: Path) -> History:
@@ -75,8 +75,9 @@ def read_history(out: Path) -> History:
     settings, records = read_settings(out), [*read_lines(out / "metrics.jsonl")]
     steps = [record for record in records if LOSS in record]
     evals = [record for record in records if EVAL_ACCURACY in record]
-    run = json.loads((out / RUN).read_text(encoding="utf-8")) if (out / RUN).is_file() else {}
-    return History(settings, records, steps, evals, *run_state(out), run)
+    file = out / RUN
+    run_json = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return History(settings, records, steps, evals, *run_state(out), run_json)
 
 
 def records_with(records: Sequence[Record], name: str) -> list[Record]:
@@ -154,7 +155,7 @@ def verdict(history: History) -> list[str]:
         return [f"verdict: {name}: {RULES[name]}" for name in rules[:3]]
     if not steps:
         return []
-    forked_from = history.run.get("forked_from")  # its records begin with the fork
+    forked_from = history.run_json.get("forked_from")  # its records begin with the fork
     since = f" since the fork of {forked_from}" if forked_from else ""
     if len(steps) < WINDOW:
         return [f"verdict: none yet: it needs {WINDOW} steps, and the run has {len(steps)}{since}"]
@@ -455,7 +456,7 @@ def print_comparison(names: list[str], histories: list[History]) -> None:
     keys = [key for key in a | b if a.get(key) != b.get(key) and not key.startswith("run.")]
     differences = {key: f"{key} {a.get(key)} and {b.get(key)}" for key in keys}
     measures = [text for key, text in differences.items() if key in MEASURES]
-    a_made_with, b_made_with = (run.run.get("made_with", {}) for run in histories)
+    a_made_with, b_made_with = (run.run_json.get("made_with", {}) for run in histories)
     for key, digest in a_made_with.items():
         if key.startswith("the file of REWARD_FN") and b_made_with.get(key, digest) != digest:
             measures.append(key)

@@ -190,9 +190,9 @@ def test_ten_steps_show_no_trend_and_eleven_do() -> None:
 def test_the_steps_of_a_fork_count_from_the_fork() -> None:
     since = "since the fork of runs/x/checkpoints/50"
     fork = {"forked_from": "runs/x/checkpoints/50"}
-    (line,) = verdict(history({}, n=9)._replace(run=fork))
+    (line,) = verdict(history({}, n=9)._replace(run_json=fork))
     assert line == f"verdict: none yet: it needs 10 steps, and the run has 9 {since}"
-    (line,) = verdict(history({})._replace(run=fork))
+    (line,) = verdict(history({})._replace(run_json=fork))
     assert line.startswith(f"verdict: no sign of trouble in 20 steps {since}: mean reward 1.0000 ")
 
 

@@ -114,10 +114,8 @@ def raise_if_engine_cannot_compute(
             f"divide the model's {model.num_heads} heads; {NAIVE}"
         )
     if model_family(model) not in FAMILIES:
-        raise UserMistake(
-            f"{SETTING} samples {' and '.join(FAMILIES)}, and the model is of another family; "
-            f"{NAIVE}"
-        )
+        families = " and ".join(FAMILIES)
+        raise UserMistake(f"{SETTING} samples {families}, and not this model's family; {NAIVE}")
     if platform == "cpu" and model.head_dim % 128:
         raise UserMistake(
             f"{SETTING} on a CPU needs a head_dim that is a multiple of 128, and the model has "

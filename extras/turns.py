@@ -188,9 +188,8 @@ class Environments:
         sequence_ids = slice_of_process(range(len(prompts) * completions_per_prompt))
         local_examples = [prompt.columns for prompt in slice_of_process(prompts)]
         local_texts = self.reset(round_number, sequence_ids, local_examples, completions_per_prompt)
-        texts = [
-            text for part in gather_texts(json.dumps(local_texts)) for text in json.loads(part)
-        ]
+        parts = gather_texts(json.dumps(local_texts))  # of all processes
+        texts = [text for part in parts for text in json.loads(part)]
         examples = [
             data.append_to_question(prompt.columns, text or "")
             for prompt, text in zip(prompts, texts, strict=True)
@@ -246,14 +245,10 @@ class Environments:
                 filled = ids[start : start + size] + [[pad_id]] * unused
                 prompt_ids, prompt_mask = data.pad_prompts(filled, width, pad_id)
                 sequence_ids = np.append(completions.sequence_ids[members], [NO_SEQUENCE] * unused)
-                lengths = np.append(completions.lengths[members], [T] * unused)
+                sequence_ids = sequence_ids.astype(np.int32)
+                lengths = np.append(completions.lengths[members], [T] * unused).astype(np.int32)
                 turns = backend.generate(
-                    prompt_ids,
-                    prompt_mask,
-                    sequence_ids.astype(np.int32),
-                    key,
-                    sampling,
-                    lengths.astype(np.int32),
+                    prompt_ids, prompt_mask, sequence_ids, key, sampling, lengths
                 )
                 for j, i in enumerate(members):
                     append_turn(completions, i, turns, j)

@@ -127,9 +127,8 @@ def load_reward_function(worker: RewardWorker, source: str) -> Callable[..., lis
     rewards.__name__ = name
     if has_answers:
         answers = label.removesuffix(name) + "extract_answer"
-        rewards.__dict__["extract_answer"] = functools.partial(
-            worker.ask, answers, "extract_answer"
-        )
+        extract_answer = functools.partial(worker.ask, answers, "extract_answer")
+        rewards.__dict__["extract_answer"] = extract_answer
     return rewards
 
 
@@ -258,9 +257,7 @@ class _Server:
                 returned = self._loop.run_until_complete(returned)
         except Exception as error:
             if prompts:
-                error.add_note(
-                    "prompts and completions are lists of messages, as the questions are"
-                )
+                error.add_note("prompts and completions are lists of messages, like the questions")
             raise
         return returned
 

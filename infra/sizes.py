@@ -131,9 +131,7 @@ def micro_batch_size(cfg: "Config", update_batch: int, formula: str, local_devic
     micro_steps = update_batch // micro_batch
     if accum not in (0, micro_steps):
         formula += f" / micro-batch {micro_batch} = {micro_steps}"
-        raise UserMistake(
-            f"GRAD_ACCUM_STEPS={accum} contradicts {formula}; set only one of the two"
-        )
+        raise UserMistake(f"GRAD_ACCUM_STEPS={accum} contradicts {formula}; set only one of them")
     return micro_batch
 
 

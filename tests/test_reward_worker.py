@@ -320,7 +320,7 @@ def test_message_lists_reach_a_function_of_a_file_in_trl_s_form_and_the_built_in
 
 def test_one_that_reads_texts_is_told_that_completions_are_messages(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def f(completions, **_):\n    completions[0].strip()\n")
-    line = r"\(mine.py:2\); prompts and completions are lists of messages, as the questions are$"
+    line = r"\(mine.py:2\); prompts and completions are lists of messages, like the questions$"
     with worker(tmp_path, "f") as function, pytest.raises(UserMistake, match=line):
         function(["4"], question=["2+2?"], prompts=[[{"role": "user", "content": "2+2?"}]])
     (tmp_path / "mine.py").write_text("def f(completions, **_):\n    [completions].strip()\n")

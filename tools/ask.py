@@ -70,11 +70,8 @@ def load_weights(run: Run) -> tuple[Params, int]:
     they come from a model's folder. Raises UserMistake."""
     cfg, compute = run.cfg, run.learner.compute
     source, step = resume.find_checkpoints(cfg.resume)
-    wanted = {
-        "state": Weights(
-            trainable_params(abstract_params(compute.model, compute.layout.mesh, jnp.float32))
-        )
-    }
+    shapes = abstract_params(compute.model, compute.layout.mesh, jnp.float32)
+    wanted = {"state": Weights(trainable_params(shapes))}
 
     def raise_if_unsuitable(record: dict[str, Any]) -> None:
         fingerprint = result_fingerprint(run)

@@ -106,10 +106,10 @@ def check_weights(folder: Path, model: ModelConfig, num_tokens: int) -> None:
         )
     tensors = open_tensors(folder, param_table(model))  # for its mistakes
     if mtp := sum(name.startswith(MTP) for name in open_files(folder, WEIGHTS)):
-        text = (
+        reason = (
             f"its {mtp} tensors {MTP}*, which predict several tokens, are not trained or exported"
         )
-        print(f"note: {folder}: {text}", flush=True)
+        print(f"note: {folder}: {reason}", flush=True)
     if model.tied and (head := tensors.get("lm_head.weight")):
         embed, V = tensors["model.embed_tokens.weight"], model.vocab_size
         parts = [slice(i, min(i + 4096, V)) for i in range(0, V, 4096)]  # to save memory

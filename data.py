@@ -47,6 +47,7 @@ REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "environments")
 GIVEN_TO_TEMPLATES = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception")
 GIVEN_TO_TEMPLATES += ("strftime_now",)
 HELD_OUT = 0.1  # fraction of a single file that is held out for evaluation
+OBJECT = 'JSON object such as {"question": "1 + 1?", "answer": "2"}'
 
 
 Example = dict[str, Any]  # the columns of an example: any values of JSON
@@ -98,9 +99,8 @@ def load_examples(
     examples, texts, names = [], [], (question, answer, completion)
     for file, items in contents.items():
         for number, item in enumerate(items, start=1):
-            examples.append(item if isinstance(item, dict) else {})
-            source = f"{file} example {number}"
-            texts.append(read_question_and_answer(source, examples[-1], *names))
+            examples.append(item)
+            texts.append(read_question_and_answer(f"{file} example {number}", item, *names))
     if 0 < sum("prompts" in example_texts for example_texts in texts) < len(texts):
         reason = "some questions are texts, and others lists of messages; write all in one form"
         raise UserMistake(f"DATASET={dataset}, split {split!r}: {reason}")
@@ -137,11 +137,12 @@ def load_examples(
             print(f"{left_out} of {dataset}: they repeat train or each other", flush=True)
         examples = train if split == "train" else list(unseen.values())
     if not examples:
-        reason = ""
-        if one_file and train:
-            reason = "; its last tenth only repeats questions of train"
-            reason += "; give a folder with a file for each split"
-        raise UserMistake(f"DATASET={dataset} has no examples in split {split!r}{reason}")
+        if not one_file:
+            raise UserMistake(f"{', '.join(contents)} has no examples")
+        reason = f"too few examples ({len(texts)}); a single file needs at least 2"
+        if len(texts) > 1:
+            reason = "no examples in split 'test'; its last tenth only repeats questions of train"
+        raise UserMistake(f"DATASET={dataset} has {reason}; a folder may have a file of each split")
     return examples
 
 
@@ -303,7 +304,7 @@ def _split_files(folder: Path, split: str) -> list[Path]:
     return [*matches]
 
 
-def _read_hub(dataset: str, config: str, split: str) -> list[object]:
+def _read_hub(dataset: str, config: str, split: str) -> list[Example]:
     import datasets  # slow to import, and only needed for the hub
 
     name = config or HUB_CONFIGS.get(dataset, "")
@@ -312,8 +313,8 @@ def _read_hub(dataset: str, config: str, split: str) -> list[object]:
         return datasets.load_dataset(dataset, name or None, split=split).to_list()
 
 
-def _read_file(file: Path) -> list[object]:
-    """The items of a file. Empty lines of a .jsonl file are left out."""
+def _read_file(file: Path) -> list[Example]:
+    """The examples of a file. Empty lines of a .jsonl file are left out."""
     if not file.is_file():
         raise UserMistake(f"DATASET={file}: this file or folder does not exist")
     if file.suffix not in SUFFIXES:
@@ -331,13 +332,17 @@ def _read_file(file: Path) -> list[object]:
             raise UserMistake(
                 f"{file} is not a JSON list of examples; with one in each line call it .jsonl"
             )
-        return items
-    items = []
-    for number, line in enumerate(text.split("\n"), start=1):  # splitlines would split at U+2028
-        if line.strip():
-            with reading(f"{file} line {number} is not JSON"):
-                items.append(json.loads(line))
-    return items
+        named = {f"example {number}": item for number, item in enumerate(items, start=1)}
+    else:
+        named = {}
+        for number, line in enumerate(text.split("\n"), start=1):  # splitlines splits at U+2028
+            if line.strip():
+                with reading(f"{file} line {number} is not JSON"):
+                    named[f"line {number}"] = json.loads(line)
+    for name, item in named.items():
+        if not isinstance(item, dict):
+            raise UserMistake(f"{file} {name} is not a {OBJECT}, but {json.dumps(item):.80}")
+    return [*named.values()]
 
 
 # ---- Prompts -------------------------------------------------------------------------------------

@@ -86,6 +86,8 @@ def test_a_folder_has_a_file_for_each_split(tmp_path: Path, suffix: str) -> None
         (tmp_path / other).write_text("another file")
     assert load_examples(str(tmp_path), "main", "train") == examples_of(5)
     assert load_examples(str(tmp_path), "main", "test") == examples_of(7, first=5)
+    empty = write(tmp_path / f"empty{suffix}", [])
+    refused(lambda: load_examples(str(tmp_path), "", "empty"), f"{empty} has no examples")
     write(tmp_path / f"dev{suffix}", examples_of(5) * 2)  # repeats stay, as they are written
     assert load_examples(str(tmp_path), "main", "dev") == examples_of(5) * 2
 
@@ -191,14 +193,16 @@ BAD_FILES = [
     ("a.jsonl", LINES + b'{"question": "q", "answer": }\n', "a.jsonl line 4 is not JSON"),
     ("a.jsonl", LINES + b"\n\nyes\n", "a.jsonl line 6 is not JSON"),
     ("a.jsonl", LINES.decode().encode("utf-16"), "a.jsonl cannot be read: Unicode"),
-    ("a.jsonl", LINES + b'["q", "a"]\n', "a.jsonl example 4 has no text in 'question'"),
+    ("a.jsonl", LINES + b'\n["q", "a"]\n', 'a.jsonl line 5 is not a JSON object such as {"quest'),
+    ("a.jsonl", LINES + b'["q", "a"]\n', '"2"}, but ["q", "a"]'),
+    ("a.json", b'[{"question": "q", "answer": "a"}, 5]', "a.json example 2 is not a JSON object"),
     ("a.jsonl", LINES + b'{"question": "q"}', "a.jsonl example 4 has no text in 'answer', but No"),
     ("a.jsonl", b'{"question": "q", "answer": " "}', "a.jsonl example 1 has no text in 'answer'"),
     ("a.jsonl", b'{"question": "q", "answer": true}', " has no text in 'answer', but True; "),
     ("a.jsonl", b'{"question": "q", "answer": 1e999}', " has no text in 'answer', but inf; "),
     ("a.jsonl", b'{"question": 5, "answer": "a"}', " has no text in 'question', but 5; write it"),
-    ("a.jsonl", b"", "a.jsonl has no examples in split 'train'"),
-    ("a.jsonl", lines_of(examples_of(1)), "a.jsonl has no examples in split 'train'"),
+    ("a.jsonl", b"", "a.jsonl has too few examples (0); a single file needs at least 2"),
+    ("a.jsonl", lines_of(examples_of(1)), "a.jsonl has too few examples (1); a single file needs"),
     ("a.json", b'[\n{"question": "q"},\n{]', "a.json is not JSON: JSONDecodeError: Expecting pro"),
     ("a.json", b'{"question": "q", "answer": "a"}', "a.json is not a JSON list of examples"),
     ("a.parquet", LINES, "a.parquet cannot be read: ArrowInvalid"),

@@ -19,6 +19,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -212,7 +213,9 @@ class Config:
         "auto", "Code of attention in training; splash: a TPU kernel.", choices="auto|xla|splash"
     )
 
-    loss_type: str = in_loss("dapo", "Objective; see loss.py.", choices=LOSS_TYPES)
+    loss_type: str = in_loss(
+        "dapo", "Objective; see loss.py; sft: only for train_sft.py.", choices=LOSS_TYPES
+    )
     adv_estimator: str = in_loss(
         "grpo", "Advantages; see loss.py.", choices="grpo|rloo|reinforce|reinforce++|gdpo|maxrl"
     )
@@ -539,6 +542,9 @@ def load(
     try:
         dotenv = {}
         if env is None:
+            # Ctrl-C ends the process at once. Python's own handler would print a traceback, or
+            # do nothing in a callback that jax's import installs.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             # `.env` is added to the environment, because W&B and the hub read their keys there.
             env, dotenv = os.environ, read_dotenv(REPO / ".env")
             dotenv = {name: value for name, value in dotenv.items() if name not in env}

@@ -207,12 +207,13 @@ def parse(field: dataclasses.Field, text: str, label: str) -> Value:
     choices, form, help = (field.metadata[name] for name in ("choices", "form", "help"))
     if text.startswith("{repo}/"):
         text = str(REPO / text.removeprefix("{repo}/"))
-    if text.startswith("~/"):  # the shell leaves it in quotes and in YAML
+    if text.startswith("~") and "/" in text:  # the shell leaves it in quotes and in YAML
         text = os.path.expanduser(text)
     if choices and text not in (field.default, *choices.split("|")):
         ours = OTHER_VALUES.get(text)
         here = f"; {text} is called {ours} here" if ours in choices.split("|") else ""
-        raise UserMistake(f"{label}={text!r} is not one of {choices}{here}")
+        listed = choices.removesuffix("|sft")  # train_sft.py sets this LOSS_TYPE itself
+        raise UserMistake(f"{label}={text!r} is not one of {listed}{here}")
     if form and not re.fullmatch(form, text):
         raise UserMistake(f"{label}={text!r} does not have the right form: {help}")
     if field.type is str:

@@ -4,7 +4,9 @@ Every mistake is one line that names the setting and, of a file, where it stands
 """
 
 import dataclasses
+import pwd
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -116,6 +118,7 @@ LEARNING_RATE=nan -> 'nan' is not finite
 TEMPERATURE=0 -> 0.0 must be above 0
 REWARD_WEIGHTS=1,,1 -> '' is not a number
 DTYPE=float16 -> 'float16' is not one of auto|bfloat16|float32
+LOSS_TYPE=bnpo -> |gmpo|vespo|dppo_tv|dppo_kl; bnpo is called dapo here
 ROLLOUT_BACKEND=vanilla -> 'vanilla' is not one of naive|sglang_jax; vanilla is called naive here
 MESH_SHAPE=2,4 -> '2,4' does not have the right form: Training mesh: auto, or dp,fsdp,tp
 MESH_SHAPE=-1,-1,1 -> '-1,-1,1' does not have the right form
@@ -131,6 +134,7 @@ GOOD = [
     ("SYSTEM_PROMPT=Think.\nThen answer: 1", "Think.\nThen answer: 1"),
     ("DATASET={repo}/tiny/train.jsonl", str(REPO / "tiny" / "train.jsonl")),
     ("DATASET=~/mine.jsonl", str(Path.home() / "mine.jsonl")),
+    ("MODEL_PATH=~root/m", pwd.getpwnam("root").pw_dir + "/m"),
 ]
 
 
@@ -524,3 +528,11 @@ def test_negative_numbers_and_texts_with_spaces_are_answers() -> None:
     for answer in (["--answer", "-0.5"], ["--answer", "-1 and 1/2"], ["--answer=-1/2"]):
         args = settings.parse_command_line(["--ask", "-5 + 3 = ?", *answer])
         assert (args.ask, args.answer) == ("-5 + 3 = ?", answer[-1].removeprefix("--answer="))
+
+
+def test_ctrl_c_during_the_imports_of_a_run_ends_it_without_a_traceback(tmp_path: Path) -> None:
+    """The script ends itself where train_grpo.py imports jax, whose callbacks drop exceptions."""
+    script = f"import sys; sys.path.insert(0, {str(REPO)!r}); import config; config.load([])\n"
+    script += "import os; os.kill(os.getpid(), 2); print('goes on')"
+    result = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True)
+    assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, b"", b"")

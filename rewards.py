@@ -332,7 +332,7 @@ def parse_reward_weights(
 
 def _as_floats(function: RewardFunction, returned: object, count: int) -> list[float]:
     """Checks the rewards that `function` returned for `count` completions; None becomes NaN."""
-    name = function.__name__
+    name = getattr(function, "source", function.__name__)  # of a file: file.py:name
     expected = f"reward {name} must return a list of {count} rewards, not"
     if not isinstance(returned, list | tuple | np.ndarray):
         raise UserMistake(f"{expected} {type(returned).__name__}")

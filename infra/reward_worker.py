@@ -125,6 +125,7 @@ def load_reward_function(worker: RewardWorker, source: str) -> Callable[..., lis
         return worker.ask(label, "call", name, completions, columns, more_s=more_s)
 
     rewards.__name__ = name
+    rewards.__dict__["source"] = source  # named in errors
     if has_answers:
         answers = label.removesuffix(name) + "extract_answer"
         extract_answer = functools.partial(worker.ask, answers, "extract_answer")

@@ -4,6 +4,7 @@
         REWARD_FN=recipes/judge.py:judge python train_grpo.py
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -91,7 +92,8 @@ def ask(body: str, waits_s: tuple[float, ...] = WAITS_S, limit_s: float = REQUES
         except HTTPError as error:
             reason = str(error)
             if error.code < 500 and error.code not in (408, 429):  # Retries would not help.
-                reason += f" {error.read()!r}"
+                with contextlib.suppress(OSError, HTTPException):  # The body may never come.
+                    reason += f" {error.read(1000)!r}"
                 break
         except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
             reason = f"{type(error).__name__}: {error}"

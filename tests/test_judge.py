@@ -22,6 +22,7 @@ FILE = REPO / "recipes" / "judge.py"
 KEY = "sk-0123456789"
 CHECK = "1 + 1?"  # the question of the request that is made when the file is loaded
 CUT = "cut short"  # a body that ends before its length
+STUCK = "stuck"  # a body that comes a second after the headers
 SHORT_WAITS = ("(0.25, 0.5, 1, 2, 4, 8, 16, 32)", "(0.02, 0.04, 0.08)")
 
 
@@ -81,6 +82,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", str(len(content) + 9 * (body == CUT)))
         self.end_headers()
+        self.wfile.flush()
+        time.sleep(body == STUCK)
         self.wfile.write(content)
 
     def log_message(self, *_: object) -> None:
@@ -336,6 +339,22 @@ def test_an_endpoint_that_hangs_is_named_before_the_time_limit_of_the_call(
     hang.set()
     line = f"JUDGE_URL={endpoint.url} JUDGE_MODEL=stand-in: TimeoutError: timed out"
     assert f"raised ConnectionError: {line}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "status, requests, reason",
+    [(200, 4, "TimeoutError: timed out"), (400, 1, "HTTP Error 400: Bad Request")],
+)
+def test_an_answer_whose_body_does_not_come_is_tried_again_and_a_refusal_is_not(
+    status: int, requests: int, reason: str, endpoint: Endpoint, tmp_path: Path
+) -> None:
+    endpoint.reply = lambda *_: (status, STUCK)
+    file = edited(tmp_path, SHORT_WAITS, ("REQUEST_S = 60", "REQUEST_S = 0.1"))
+    with open_judge(file) as judge, pytest.raises(UserMistake) as error:
+        judge(["1"], **columns(1))
+    line = f"raised ConnectionError: JUDGE_URL={endpoint.url} JUDGE_MODEL=stand-in: {reason}"
+    assert line in str(error.value)
+    assert endpoint.asked == {"1": requests}
 
 
 def test_a_judge_that_is_killed_during_a_call_has_kept_what_was_answered(

@@ -144,8 +144,8 @@ def test_prints_and_reads_of_the_function_stay_out_of_the_replies(folder, capfd)
         ("leaves", "", r"mine.py:leaves raised SystemExit: bye \(mine.py:\d+\)$"),
         ("dies", "", r"mine.py:dies died: its process ended with exit code 7$"),
         ("kinds", "generator", "mine.py:kinds raised TypeError: .* 'generator'"),
-        ("kinds", "float", "must return a list of 2 rewards, not float$"),
-        ("kinds", "huge", "completion 0: inf is neither a finite number nor None$"),
+        ("kinds", "float", "/mine.py:kinds must return a list of 2 rewards, not float$"),
+        ("kinds", "huge", "mine.py:kinds, completion 0: inf is neither a finite number nor None$"),
     ],
 )
 def test_a_fault_of_the_function_is_one_clear_line(

@@ -3,13 +3,15 @@ r"""Rewards answers in LaTeX, such as \frac{3}{4}, by math-verify.
     pip install math-verify
     REWARD_FN=recipes/math_answers.py:math_correct python train_grpo.py
 
-`python recipes/math_answers.py runs/easy_math` writes easy questions with such answers.
+`python recipes/math_answers.py runs/easy_math` writes easy questions with such answers, and prints
+the command that trains on them.
 """
 
 import argparse
 import functools
 import itertools
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -81,6 +83,15 @@ def main() -> None:
     for name, part in {"train": train, "test": lines[::5]}.items():
         (folder / f"{name}.jsonl").write_text("".join(part), encoding="utf-8")
         print(f"{folder / name}.jsonl has {len(part)} questions")
+    script = Path(sys.argv[0])
+    values = {
+        "DATASET": folder,
+        "QUESTION_COLUMN": "problem",
+        "SYSTEM_PROMPT": script.with_name("easy_math.json"),  # worked examples
+        "REWARD_FN": f"{script}:math_correct",
+    }
+    settings = [f"{name}={shlex.quote(str(value))}" for name, value in values.items()]
+    print(*settings, "python train_grpo.py")
 
 
 if __name__ == "__main__":

@@ -2,15 +2,19 @@
 
 import hashlib
 import json
+import shlex
 import subprocess
 import sys
 import time
 from contextlib import closing
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 from runs import REPO
 
+from config import Config
+from data import load_examples, read_opening
 from rewards import load_reward_functions
 
 pytestmark = pytest.mark.parity
@@ -112,8 +116,24 @@ def test_a_thousand_different_completions_are_judged_in_less_than_15_seconds() -
     assert sum(rewards) == n + 1  # \frac 47 is \frac{4}7
 
 
+def write_easy_questions(folder: Path) -> list[str]:
+    """Runs the recipe, and returns the lines that it prints."""
+    command = [sys.executable, FILE, folder]
+    return subprocess.run(command, check=True, stdout=PIPE, text=True).stdout.splitlines()
+
+
+def test_the_command_that_is_printed_trains_on_the_easy_questions(tmp_path: Path) -> None:
+    *settings, python, script = shlex.split(write_easy_questions(tmp_path / "a folder")[-1])
+    assert (python, script) == ("python", "train_grpo.py")
+    cfg = Config.from_env(dict(setting.split("=", 1) for setting in settings))
+    assert cfg.reward_fn == f"{FILE}:math_correct"
+    assert [message["role"] for message in read_opening(cfg.system_prompt)][-1] == "assistant"
+    examples = load_examples(cfg.dataset, "", "train", cfg.question_column, cfg.answer_column)
+    assert len(examples) == 160
+
+
 def test_the_easy_questions_are_always_the_same_and_their_answers_are_right(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, FILE, tmp_path], check=True, stdout=subprocess.PIPE)
+    write_easy_questions(tmp_path)
     files = sorted(tmp_path.iterdir())
     digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files}
     assert digests == {"train.jsonl": "610655acb00c955e", "test.jsonl": "30b35b9a12b42a3a"}

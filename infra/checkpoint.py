@@ -70,8 +70,8 @@ class Checkpoints:
         Raises UserMistake if this process cannot look into the folder, such as one in a bucket.
         """
         # Threads of orbax log the tracebacks of errors that this class raises again.
-        for name in ("absl", "asyncio"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        sys.unraisablehook = _print_unless_loop_is_closed
         self.local = "://" not in folder
         self.folder = str(Path(folder).resolve()) if self.local else folder.rstrip("/")
         try:
@@ -224,6 +224,13 @@ class Checkpoints:
         as_wanted = ocp.checkpoint_utils.construct_restore_args(wanted)
         args = ocp.args.PyTreeRestore(wanted, restore_args=as_wanted, partial_restore=True)
         return self._manager.restore(step, args=ocp.args.Composite(**{ARRAYS: args}))[ARRAYS]
+
+
+def _print_unless_loop_is_closed(unraisable: "sys.UnraisableHookArgs") -> None:
+    """Replaces sys.unraisablehook. When the write of an array fails, orbax closes its event loop,
+    and the writes of the other arrays call it in vain from threads of tensorstore."""
+    if str(unraisable.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(unraisable)
 
 
 def _read_on_all(read: Callable[[], Any]) -> tuple[Any, str]:

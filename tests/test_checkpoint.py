@@ -7,6 +7,8 @@ import os
 import random
 import resource
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from runs import REPO
 
 from infra.checkpoint import Checkpoints, Progress, record_digest
 from infra.mistakes import Unwritable, UserMistake
@@ -206,6 +209,31 @@ def test_a_save_that_fails_is_told_with_the_newest_checkpoint_that_stays(tmp_pat
             assert str(error.value) == f"{failed}; step 1 stays the newest"
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+
+# Each array is written by itself, and each write fails.
+FAILING_SAVE = """
+import resource, sys
+import jax.numpy as jnp, numpy as np
+from infra.checkpoint import Checkpoints, Progress
+from infra.mistakes import Unwritable
+arrays = {str(i): jnp.asarray(np.random.default_rng(i).normal(size=10**5)) for i in range(99)}
+resource.setrlimit(resource.RLIMIT_FSIZE, (9999, 9999))
+try:
+    checkpoints = Checkpoints(sys.argv[1])
+    checkpoints.save(arrays, Progress(step=1))
+    checkpoints.wait_until_saved()
+except Unwritable as error:
+    print(error)
+"""
+
+
+def test_a_save_that_fails_prints_no_traceback_of_another_thread(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FAILING_SAVE, str(tmp_path / "c")]
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    result = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True)
+    assert result.stdout.startswith(f"checkpoint of step 1 cannot be written to {tmp_path}/c: File")
+    assert (result.stderr, result.returncode) == ("", 0)
 
 
 def test_the_next_save_deletes_a_damaged_checkpoint_which_counts_for_nothing(

@@ -34,6 +34,7 @@ OF_TURNS = {
 }
 OF_TOP = {"train-other/support/cut_tokens", "train-other/exact_entropy"}
 OF_THE_RUN = OF_TOP | OF_TURNS | {"train-other/reverse_kl"}
+OF_SFT = {"eval/loss", "eval_full/loss", "time/eval/loss_s", "time/eval_full/loss_s"}
 OF_OTHER_DEVICES = {"memory/device_peak_gib", "throughput/update/mfu"}
 OF_LOSS = ("loss_type", "is_mode")  # the settings on which the names depend
 FUNCTIONS = r"/func/(reward_correct|reward_format|tag_count_reward|get_reward|record)/"
@@ -61,6 +62,16 @@ def test_the_usual_names_are_those_of_a_run(tmp_path: Path) -> None:
     assert len(names) > 100 and len(names) == len(set(names)), "each once"
 
 
+def test_the_names_of_supervised_training_are_on_the_page(tmp_path: Path) -> None:
+    settings = environment(
+        """SCRIPT=train_sft.py COMPLETION_COLUMN=answer BATCH_SIZE=2 MAX_LENGTH_SAMPLE=128 REWARD_FN=
+        REWARD_WEIGHTS= EVAL_EVERY_STEPS=1 EVAL_FULL_SWEEP=1 SAVE_EVERY_STEPS=0 EXPORT_HF=none"""
+    )
+    records = train(tmp_path / "run", **settings, DATASET=str(few_examples(100, 12))).records
+    recorded = {as_on_the_page(name) for record in records for name in record}
+    assert recorded - {"step"} <= {*names_of(METRICS_PAGE)} and recorded >= OF_SFT
+
+
 def test_the_other_names_are_those_of_all_objectives_and_of_other_devices() -> None:
     x = np.zeros((2, 3), np.float32)
     found: set[str] = set()
@@ -82,4 +93,5 @@ def test_the_other_names_are_those_of_all_objectives_and_of_other_devices() -> N
         )[1]
         found |= {f"train-other/{name}" for name in metrics}
     assert "train-other/is_weight/under_floor" in found
-    assert found - {*names_of(USUAL)} == {*names_of(UNUSUAL)} - OF_OTHER_DEVICES - OF_THE_RUN
+    unusual = {*names_of(UNUSUAL)} - OF_SFT - OF_OTHER_DEVICES - OF_THE_RUN
+    assert found - {*names_of(USUAL)} == unusual

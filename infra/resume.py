@@ -187,7 +187,7 @@ def begin_or_resume(
         raise UserMistake(f"RESUME={resume} is not the folder of a complete checkpoint")
     arrays, record = restored
     progress = Progress(**{field.name: record[field.name] for field in fields(Progress)})
-    print(f"resumed after step {progress.step} of {steps}", flush=True)
+    print(f"resumed after {progress.step} of {steps} steps", flush=True)
     if saved_steps:
         return arrays, progress
     fork = Progress(made_with, progress.step, progress.rounds, progress.not_finite)

@@ -217,7 +217,7 @@ def test_the_same_command_goes_on_to_the_upload_and_a_run_begins_with_what_it_up
     assert (summary["state"], summary["steps_done"]) == ("failed", 2)
     hub.commit_status = 200
     done = run_as_user(out, **settings)
-    assert done.code == 0 and "\nresumed after step 2 of 2\n" in done.lines, done.errors
+    assert done.code == 0 and "\nresumed after 2 of 2 steps\n" in done.lines, done.errors
     assert done.records == failed.records
     files = hub.files["me/model"]
     assert files.items() >= files_of(out / "hf").items() and hub.private["me/model"]

@@ -269,7 +269,7 @@ def test_a_run_goes_on_with_the_same_base_alone(run: Result, tmp_path: Path) -> 
     assert other.code == 2
     assert "LORA_BASE_DTYPE was int8 and is not there; set it back" in other.errors
     resumed = train(whole_run, **RUN)
-    assert "resumed after step 1 of 2" in resumed.lines
+    assert "resumed after 1 of 2 steps" in resumed.lines
     assert answers(whole_run, step=2) == answers(run.out, step=2)
     ours, theirs = (load_file(x.out / "hf" / hf.ADAPTERS) for x in (resumed, run))
     for name in theirs:

@@ -319,7 +319,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
     assert re.search(
         r"^checkpoint \S+/checkpoints/3 is damaged and passed over: ", result.lines, re.M
     )
-    assert "resumed after step 2 of 3" in result.lines
+    assert "resumed after 2 of 3 steps" in result.lines
     assert_same_run(short, original, steps=3)
 
 
@@ -341,7 +341,7 @@ def test_a_finished_run_that_is_started_again_makes_what_is_asked_and_loses_no_e
         (4, {"EVAL_FULL_SWEEP": "0"}, both),
     ):
         result = run(short, **env | asked)
-        assert result.code == 0 and f"resumed after step {before} of 4" in result.lines
+        assert result.code == 0 and f"resumed after {before} of 4 steps" in result.lines
         assert evaluations() == evaluated, asked
     weights = [short / name / "model.safetensors" for name in ("hf", "new")]
     assert len({file.read_bytes() for file in weights}) == 1
@@ -361,7 +361,7 @@ def test_a_fork_that_is_killed_goes_on_by_the_same_command(short: Path, tmp_path
     assert read_run(fork)["has_saved"] and (fork / "checkpoints" / "2").is_dir()
     result = run(fork, **longer)
     assert result.code == 0, result.errors
-    assert re.search("^resumed after step . of 5", result.lines, re.M)
+    assert re.search("^resumed after . of 5 steps", result.lines, re.M)
     assert [r["step"] for r in metric_records(fork)] == [2, 3, 4]
     assert_same_run(fork, straight, steps=5)
     assert sorted((file, file.stat().st_mtime_ns) for file in short.rglob("*")) == before

@@ -191,7 +191,7 @@ def test_the_loop_of_the_page_creates_a_preempted_tpu_vm_again_and_the_run_goes_
     lines, _ = running.communicate(timeout=120)
     assert running.returncode == 0, lines
     log = cloud.logs("log", 0, name).read_text()
-    [saved] = re.findall("^resumed after step (10|20) of 30$", log, re.M)
+    [saved] = re.findall("^resumed after (10|20) of 30 steps$", log, re.M)
     assert re.findall(r"^step=(\d+) ", log, re.M) == [str(step) for step in range(int(saved), 30)]
     assert re.search("^DONE: steps=30 ", log, re.M)
     verbs = [json.loads(call)[3] for call in cloud.calls().splitlines()]

@@ -543,7 +543,7 @@ def test_a_run_that_is_killed_and_stopped_ends_like_an_undisturbed_one(
         result = finish(process, folder)
         assert result.code == (-9 if number == signal.SIGKILL else 143), result.errors
     result = finish(start(folder, settings, 1), folder)
-    assert result.code == 0 and "resumed after step" in result.lines, result.errors
+    assert result.code == 0 and "\nresumed after " in result.lines, result.errors
     assert_same_run(folder, undisturbed.out)
 
 

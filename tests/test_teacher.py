@@ -357,5 +357,5 @@ def test_a_run_that_is_killed_and_stopped_ends_like_an_undisturbed_one(
         process.send_signal(number)
         assert finish(process, tmp_path / "run").code == (-9 if number == signal.SIGKILL else 143)
     result = finish(start(tmp_path / "run", settings, 1), tmp_path / "run")
-    assert result.code == 0 and "resumed after step" in result.lines, result.errors
+    assert result.code == 0 and "\nresumed after " in result.lines, result.errors
     assert_same_run(result.out, undisturbed.out)

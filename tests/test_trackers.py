@@ -201,7 +201,7 @@ def kill_and_finish(out: Path, env: dict[str, str], *steps: int) -> None:
             os.kill(number, signal.SIGKILL)
         process.communicate()
     result = finish(start(out, env, 1), out)
-    assert result.code == 0 and "resumed after step" in result.lines, result.errors
+    assert result.code == 0 and "\nresumed after " in result.lines, result.errors
     assert not re.search(r"^\*|continues without it", result.lines, re.M), result.lines
 
 

@@ -54,7 +54,7 @@ def test_two_processes_and_then_one_learn_and_write_what_one_process_does(tmp_pa
     half = {"BATCH_SIZE": "4", "TRAIN_MICRO_BATCH_SIZE": "4"}
     train(alone, **settings, STEPS="2")
     train_two(moved.parent, 2, **settings | half, STEPS="1")
-    assert "resumed after step 1" in train(moved, **settings, STEPS="2").lines
+    assert "resumed after 1 of 2 steps" in train(moved, **settings, STEPS="2").lines
     theirs, ours = measured(alone), measured(moved)
     assert [record["step"] for record in theirs] == [0, 0, 1, 1, 2]  # with three evaluations
     assert ours == [pytest.approx(record, rel=1e-5, abs=1e-6) for record in theirs]

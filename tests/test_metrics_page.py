@@ -64,8 +64,9 @@ def test_the_usual_names_are_those_of_a_run(tmp_path: Path) -> None:
 
 def test_the_names_of_supervised_training_are_on_the_page(tmp_path: Path) -> None:
     settings = environment(
-        """SCRIPT=train_sft.py COMPLETION_COLUMN=answer BATCH_SIZE=2 MAX_LENGTH_SAMPLE=128 REWARD_FN=
-        REWARD_WEIGHTS= EVAL_EVERY_STEPS=1 EVAL_FULL_SWEEP=1 SAVE_EVERY_STEPS=0 EXPORT_HF=none"""
+        """SCRIPT=train_sft.py COMPLETION_COLUMN=answer BATCH_SIZE=2 MAX_LENGTH_SAMPLE=128
+        REWARD_FN= REWARD_WEIGHTS= EVAL_EVERY_STEPS=1 EVAL_FULL_SWEEP=1 SAVE_EVERY_STEPS=0
+        EXPORT_HF=none"""
     )
     records = train(tmp_path / "run", **settings, DATASET=str(few_examples(100, 12))).records
     recorded = {as_on_the_page(name) for record in records for name in record}

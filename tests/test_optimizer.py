@@ -16,7 +16,14 @@ from small_model import train_layout as layout
 
 from model.network import ComputeConfig
 from model.params import Lora, ModelConfig, Params, init_params, param_shardings, trainable_params
-from optimizer import Optimizer, Schedule, init_state, learning_rate, optimizer_step
+from optimizer import (
+    Optimizer,
+    Schedule,
+    abstract_state,
+    init_state,
+    learning_rate,
+    optimizer_step,
+)
 from sampling import sync_weights
 
 SGD = Optimizer("sgd", weight_decay=0.1, clip_norm=0.5)
@@ -50,6 +57,17 @@ def numpy_optimizer(name: str, grads: list, params: Params, decay: float, clip: 
                 way = x
             p[i] = p[i] - lr * (way + decay * DECAYED[i] * p[i])
     return tree.unflatten(p)
+
+
+@pytest.mark.parametrize(("name", "size"), [("adamw", 12), ("lion", 8), ("sgd", 4)])
+@pytest.mark.parametrize("model", [MODEL, ADAPTED], ids=["all", "adapters"])
+def test_the_state_that_a_checkpoint_saves_has_so_many_bytes_per_trained_parameter(
+    model: ModelConfig, name: str, size: int
+) -> None:
+    state = abstract_state(model, layout(1, 1, 1).mesh, Optimizer(name))
+    trained = sum(x.size for x in jax.tree.leaves(state.params))
+    total = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    assert 0 <= total - size * trained <= 8  # the number of steps
 
 
 @pytest.mark.parametrize(

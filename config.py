@@ -97,7 +97,7 @@ class Config:
     lora_alpha: float = of_lora(32.0, "Adapters add LORA_ALPHA / LORA_RANK * x A B.", above=0)
     lora_targets: str = of_lora("", "Matrices with adapters, such as q_proj,v_proj; empty: all.")
     lora_base_dtype: str = in_model(
-        "auto", "Matrices of LoRA's base; auto: in DTYPE; int8: in 8 bits.", choices="auto|int8"
+        "auto", "Dtype of LoRA's base; auto: DTYPE; int8: 8-bit matrices.", choices="auto|int8"
     )
 
     dataset: str = in_data("openai/gsm8k", "Hugging Face id, file, or folder of SPLIT.jsonl files.")
@@ -113,7 +113,7 @@ class Config:
     chat_template_kwargs: str = in_data(
         "", 'Arguments of the chat template as JSON, such as {"enable_thinking": false}.'
     )
-    max_prompt_length: int = in_data(0, "Skip prompts of more tokens than this; 0: no limit.")
+    max_prompt_length: int = in_data(0, "Skip prompts with more tokens than this; 0: no limit.")
     seed: int = in_data(0, "Seed of data order and sampling.", at_most=2**31 - 1, kept=True)
 
     rollout_backend: str = in_rollout(
@@ -133,12 +133,12 @@ class Config:
     )
     num_pre_q: int = in_rollout(8, "K: number of completions per prompt.", at_least=1)
     global_length: int = free_in_rollout(0, "Pad prompts to at least this number of tokens.")
-    max_length_sample: int = in_rollout(1024, "Most tokens of a completion.", at_least=1)
+    max_length_sample: int = in_rollout(1024, "Maximum tokens of a completion.", at_least=1)
     environment_class: str = in_rollout(
         "", "Environment that answers the policy in turns, such as my.py:Game; empty: none."
     )
     max_turns: int = in_rollout(
-        0, "Most turns of the policy in a completion; 0: 8 with ENVIRONMENT_CLASS, else 1."
+        0, "Maximum turns of the policy in a completion; 0: 8 with ENVIRONMENT_CLASS, else 1."
     )
     temperature: float = in_rollout(1.0, "Temperature in sampling and in the loss.", above=0)
     top_k: int = in_rollout(
@@ -157,7 +157,7 @@ class Config:
         "auto", "Rollout mesh: auto, or dp,fsdp,tp; -1: all others.", form=MESH, yaml="mesh_shape"
     )
     lora_base_copy: str = free_in_rollout(
-        "auto", "Sample with a faster copy of LoRA's base; auto: on roomy GPUs.", choices="auto|0|1"
+        "auto", "Sample with a fast copy of LoRA's base; auto: GPUs with room.", choices="auto|0|1"
     )
     sglang_jax_mem_fraction_static: float = free_in_rollout(
         0.25, "Fraction of each device's free memory for the engine.", above=0, below=1
@@ -170,12 +170,12 @@ class Config:
     )
     sglang_jax_dtype: str = in_rollout("bfloat16", "Dtype of the engine.", choices=DTYPES)
     dynamic_sampling: bool = in_rollout(False, "Sample until P groups have unequal rewards.")
-    dynamic_sampling_max_rounds: int = in_rollout(4, "Most sampling rounds in a step.", at_least=1)
+    dynamic_sampling_max_rounds: int = in_rollout(4, "Maximum sampling rounds a step.", at_least=1)
 
     reward_weights: tuple[float, ...] = in_reward((), "Reward weights; empty: see rewards.py.")
     reward_fn: str = in_reward("", "Reward functions, such as my.py:name; empty: the default ones.")
     reward_timeout_s: float = in_reward(
-        10.0, "Longest time of a reward call, in seconds.", above=0, at_most=10**6, kept=False
+        10.0, "Time limit of a reward call, in seconds.", above=0, at_most=10**6, kept=False
     )
     overlong_cache: int = in_reward(
         0, "Last tokens that soft_overlong_penalty punishes; 0: MAX_LENGTH_SAMPLE / 5."
@@ -188,7 +188,7 @@ class Config:
     train_per_device_micro_batch_size: int = free_in_train(
         0, "Sequences per micro-step per device; 0: not set.", yaml="per_device_micro_batch_size"
     )
-    grad_accum_steps: int = free_in_train(0, "Most micro-steps of an update; 0: not set.")
+    grad_accum_steps: int = free_in_train(0, "Maximum micro-steps of an update; 0: not set.")
     ppo_epochs: int = in_train(1, "How many times a step trains on each of its groups.", at_least=1)
     num_mini_batches: int = in_train(1, "Mini-batches of a step, with one update each.", at_least=1)
     optimizer: str = in_train("adamw", "Optimizer of the weights.", choices="adamw|lion|sgd")
@@ -199,7 +199,7 @@ class Config:
     warmup_ratio: float = in_train(0.05, "Fraction of the schedule that is warmup.", at_most=1)
     lr_decay_steps: int = free_in_train(0, "Steps until the schedule ends; 0: STEPS.")
     weight_decay: float = in_train(0.0, "Weight decay, decoupled from the gradient as in AdamW.")
-    clip_norm: float = in_train(1.0, "Largest global norm of the gradient; 0: no limit.")
+    clip_norm: float = in_train(1.0, "Maximum global norm of the gradient; 0: no clipping.")
     mesh_shape: str = free_in_train(
         "auto", "Training mesh: auto, or dp,fsdp,tp; -1: all others.", form=MESH
     )
@@ -241,9 +241,9 @@ class Config:
         1.0, "With a teacher, weight of the rewards in advantages.", kept=False
     )
     top_entropy_quantile: float = in_loss(
-        1.0, "Learn from this fraction of tokens: the highest entropies.", above=0, at_most=1
+        1.0, "Train on this fraction of the tokens: the highest entropies.", above=0, at_most=1
     )
-    mask_truncated_completions: bool = in_loss(False, "Learn nothing from truncated completions.")
+    mask_truncated_completions: bool = in_loss(False, "Drop truncated completions from the loss.")
     is_mode: str = in_loss("none", "Importance weights p_trainer / p_sampler.", choices=IS_MODES)
     is_floor: float = in_loss(
         0.0, "Importance weights below IS_FLOOR become IS_FLOOR (truncate) or 0 (mask).", at_most=1
@@ -253,7 +253,7 @@ class Config:
     )
     off_policy_mask_threshold: float = in_loss(
         0.0,
-        "Drop bad completions whose mean log(p_sampler / p) is higher; 0: drop none.",
+        "Drop bad completions whose mean log(p_sampler / p) is above this; 0: none.",
         kept=False,
     )
 
@@ -270,9 +270,9 @@ class Config:
     save_every_steps: int = in_run(50, "Steps between checkpoints; 0: none, not even at the end.")
     save_keep: int = in_run(2, "Number of newest checkpoints to keep besides the best; 0: all.")
     resume: str = in_run(
-        "auto", "Begin an empty OUTPUT_DIR with: auto, never (the model) or a path."
+        "auto", "A run or checkpoint to fork; auto: OUTPUT_DIR's own run; never: a new run."
     )
-    preemption_grace_s: int = in_run(30, "Most seconds from SIGTERM to the end.", at_least=2)
+    preemption_grace_s: int = in_run(30, "Maximum seconds from SIGTERM to the end.", at_least=2)
     export_hf: str = in_run("", "Folder of the export; empty: OUTPUT_DIR/hf; none: no export.")
     export_lora: str = in_run("adapters", "What a LoRA run exports.", choices="adapters|merged")
     push_to_hub: str = in_run(
@@ -386,7 +386,7 @@ def contradictions(cfg: Config) -> Iterator[str]:
     if cfg.dynamic_sampling and cfg.ignores_rewards():
         yield "DYNAMIC_SAMPLING=1 drops groups that REWARD_COEF=0 can use; leave it out"
     if cfg.ignores_rewards() and cfg.distill_coef == 0:
-        yield "DISTILL_COEF=0 and REWARD_COEF=0 leave nothing to learn; set one of them"
+        yield "DISTILL_COEF=0 and REWARD_COEF=0 leave no training signal; set one of them"
     if cfg.teacher_path and cfg.off_policy_mask_threshold:
         reason = "needs one advantage for a completion, and TEACHER_PATH gives one to each token"
         yield f"OFF_POLICY_MASK_THRESHOLD={cfg.off_policy_mask_threshold} {reason}; leave one out"
@@ -405,13 +405,13 @@ def contradictions(cfg: Config) -> Iterator[str]:
         reason = f"corrects for the sampler, as LOSS_TYPE={cfg.loss_type} already does"
         yield f"IS_MODE={cfg.is_mode} {reason}; leave IS_MODE out"
     if cfg.is_mode.startswith("sequence") and cfg.loss_type == "vespo":
-        reason = "is of sequences, and LOSS_TYPE=vespo multiplies the weights of tokens"
+        reason = "weights sequences, and LOSS_TYPE=vespo multiplies the weights of tokens"
         yield f"IS_MODE={cfg.is_mode} {reason}; set token_truncate or token_mask"
     anchors = [f"LOSS_TYPE={cfg.loss_type}"] if is_dppo else []
     if cfg.off_policy_mask_threshold:
         anchors.append(f"OFF_POLICY_MASK_THRESHOLD={cfg.off_policy_mask_threshold}")
     for text in anchors if cfg.filters_logps() else ():
-        reason = "would take TOP_K, TOP_P, MIN_P for a policy change with SAMPLING_SUPPORT=full"
+        reason = "would mistake TOP_K, TOP_P, MIN_P for a new policy with SAMPLING_SUPPORT=full"
         yield f"{text} {reason}; leave SAMPLING_SUPPORT out"
     for name, text in (("policy_loss_impl", "pallas"), ("rollout_backend", "sglang_jax")):
         if cfg.replays() and getattr(cfg, name) == text:
@@ -419,7 +419,7 @@ def contradictions(cfg: Config) -> Iterator[str]:
             advice = f"leave {setting} out, or set SAMPLING_SUPPORT=full (a biased loss)"
             yield f"{setting}={text} cannot replay {support}; {advice}"
     if cfg.lora_base_dtype == "int8" and cfg.rollout_backend == "sglang_jax":
-        reason = "has no float weights that ROLLOUT_BACKEND=sglang_jax could merge with adapters"
+        reason = "has no float weights to merge for ROLLOUT_BACKEND=sglang_jax"
         yield f"LORA_BASE_DTYPE=int8 {reason}; leave out one of them"
     if cfg.max_turns > 1 and not cfg.environment_class:
         yield f"MAX_TURNS={cfg.max_turns} needs an ENVIRONMENT_CLASS, which answers the policy"
@@ -465,7 +465,7 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
         yield f"{reason}; leave out SAMPLING_SUPPORT=full, or set IS_MODE=token_truncate"
     if cfg.lora_rank and cfg.learning_rate < LOW_FOR_LORA:
         rate = f"LEARNING_RATE={cfg.learning_rate} is low for adapters (LORA_RANK)"
-        yield f"{rate}, which mostly learn best at ten times the rate of all weights"
+        yield f"{rate}, which usually need ten times the rate of full fine-tuning"
     has_adapters = cfg.lora_rank or Path(cfg.model_path, "adapter_config.json").is_file()
     no_adapters = "LORA_RANK=0, unless MODEL_PATH is a repository of adapters"
     has_moved = cfg.ppo_epochs * cfg.num_mini_batches > 1

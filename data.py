@@ -102,7 +102,7 @@ def load_examples(
             examples.append(item)
             texts.append(read_question_and_answer(f"{file} example {number}", item, *names))
     if 0 < sum("prompts" in example_texts for example_texts in texts) < len(texts):
-        reason = "some questions are texts, and others lists of messages; write all in one form"
+        reason = "some questions are texts and others lists of messages; write all in the same form"
         raise UserMistake(f"DATASET={dataset}, split {split!r}: {reason}")
     # Rewards receive the columns as lists, so every example needs every column of the split.
     columns = dict.fromkeys(name for example in examples for name in example)
@@ -121,7 +121,7 @@ def load_examples(
     ]
     if one_file:
         if split not in ("train", "test"):
-            reason = "those of a single file are train, and test, its last tenth"
+            reason = "a single file has train, and its last tenth as test"
             raise UserMistake(f"DATASET={dataset} has no split {split!r}; {reason}")
         test_size = max(1, round(HELD_OUT * len(examples)))
         train, test = examples[:-test_size], examples[-test_size:]
@@ -465,7 +465,7 @@ def tokenize(texts: list[str], chat_format: ChatFormat, vocab_size: float) -> li
     largest = max((max(text_ids, default=0) for text_ids in ids), default=0)
     if largest >= vocab_size:
         reason = f"a text has the token {tokenizer.decode([largest])!r} ({largest})"
-        raise UserMistake(f"{reason}, and the model has no row for it; leave it out of the texts")
+        raise UserMistake(f"{reason}, for which the model has no embedding; remove it")
     return ids
 
 
@@ -551,7 +551,7 @@ def drop_long_prompts(
     setting = f"{'MAX_PROMPT_LENGTH' if part == 'prompt' else 'MAX_LENGTH_SAMPLE'}={limit}"
     kept = [p for p, length in zip(prompts, lengths, strict=True) if length <= limit]
     if not kept:
-        reason = f"every {split} {part} is longer; the shortest has {min(lengths)}"
+        reason = f"every {split} {part} is longer; the shortest has {min(lengths)} tokens"
         raise UserMistake(f"{setting}: {reason}")
     if len(kept) < len(prompts):
         skipped = f"{len(prompts) - len(kept)} of {len(prompts)} {split} {part}s"

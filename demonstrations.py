@@ -16,7 +16,7 @@ from infra.mistakes import UserMistake
 
 
 class Demonstration(NamedTuple):
-    """A data.Prompt with a completion to learn."""
+    """A data.Prompt with a completion to train on."""
 
     ids: list[int]  # of the prompt: all tokens before the first one that is trained on
     columns: Example
@@ -36,10 +36,8 @@ def build_demonstrations(
     end_id, tokenizer = data.end_of_turn_id(chat_format), chat_format.tokenizer
     end = tokenizer.eos_token if end_id is None else tokenizer.added_tokens_decoder[end_id].content
     if not end:
-        reason = (
-            "no token ends an answer, and the tokenizer has no EOS token, so that nothing would"
-        )
-        raise UserMistake(f"MODEL_PATH (or CHAT_TEMPLATE): in its chat template {reason}")
+        reason = "its chat template ends answers with no token, and the tokenizer has no EOS token"
+        raise UserMistake(f"MODEL_PATH (or CHAT_TEMPLATE): {reason}; set another CHAT_TEMPLATE")
     demonstrations = []
     for example in examples:
         columns = {**example}
@@ -66,7 +64,7 @@ def cut_out_turns(
 
     end: this token. is_written: whether the template writes it; if not, it is added to each turn.
     Raises UserMistake if a turn has no text or not one of this token, or if the template writes
-    messages otherwise when more of them follow.
+    messages differently when more of them follow.
     """
     [text] = chat_format.render([chat], add_generation_prompt=False)
     pieces, begin = [], 0
@@ -78,19 +76,20 @@ def cut_out_turns(
         turn = turn if is_written else turn.rstrip() + end
         name = f"turn {number} of the assistant"
         if answered.startswith(prompt) and turn.count(end) != 1:
-            reason = "but a turn of the assistant has one, at its end"
-            raise UserMistake(f"{name} has {turn.count(end)} of the token {end!r}, {reason}")
+            count = turn.count(end)
+            reason = "but a turn of the assistant must have it once, at its end"
+            raise UserMistake(f"{name} has the token {end!r} {count} times, {reason}")
         if not turn.partition(end)[0].strip():
             raise UserMistake(f"{name} has no text; leave the example out")
         if chat[i].get("weight") == 0:  # in data for OpenAI's fine-tuning
-            raise UserMistake(f"{name} has the weight 0, but all are learnt; leave the example out")
+            raise UserMistake(f"{name} has the weight 0, but all are trained on; drop the example")
         # Phi-3's template writes one more token after the turn, unless messages follow.
         turn = turn.partition(end)[0]
         written = prompt + turn + end * is_written
         if not text.startswith(written):
             raise UserMistake(
-                f"the chat template writes {name} or the messages before it otherwise in the "
-                f"prompt or when more messages follow, as templates do that drop thoughts; give "
+                f"the chat template writes {name} or the messages before it differently in a "
+                f"prompt or before further messages, as templates that drop thoughts do; give "
                 f"each example one turn, or set CHAT_TEMPLATE to one such as docs/qwen3_turns.jinja"
             )
         pieces += [text[begin : len(prompt)], turn + end]

@@ -354,14 +354,14 @@ def check_chat_format(cfg: Config, chat_format: data.ChatFormat) -> None:
     with reading("MODEL_PATH (or CHAT_TEMPLATE): its chat template cannot be read"):
         arguments = chat_format.arguments()
     for name in sorted({*chat_format.kwargs} - arguments):
-        reason = f"the chat template does not read {name!r}, or every run sets it"
-        reads = ", ".join(sorted(arguments)) or "no others"
-        raise UserMistake(f"CHAT_TEMPLATE_KWARGS: {reason}; it reads {reads}")
+        reason = f"the chat template does not use {name!r}, or every run sets it"
+        used = ", ".join(sorted(arguments)) or "no others"
+        raise UserMistake(f"CHAT_TEMPLATE_KWARGS: {reason}; it uses {used}")
     # The template may also refuse a value, or only take lists of texts and images.
     question = chat_format.messages_of({"question": data.SENTINEL})
     [text] = chat_format.render(data.checked_chats([question], chat_format))
     if data.SENTINEL not in text:
-        reason = "its chat template does not write the text of a message"
+        reason = "its chat template does not render the text of a message"
         raise UserMistake(
             f"MODEL_PATH (or CHAT_TEMPLATE): {reason}; set CHAT_TEMPLATE to one for texts"
         )
@@ -380,7 +380,7 @@ def check_chat_format(cfg: Config, chat_format: data.ChatFormat) -> None:
         print(f"note: the chat template {reason}; {change}", flush=True)
     thinks = chat_format.kwargs.get("enable_thinking") is not False and cfg.loss_type != "sft"
     if "enable_thinking" in arguments and thinks and cfg.max_length_sample < LONG_THOUGHT:
-        cut = f"MAX_LENGTH_SAMPLE={cfg.max_length_sample} will mostly cut its completions"
+        cut = f"MAX_LENGTH_SAMPLE={cfg.max_length_sample} will truncate most completions"
         off = """CHAT_TEMPLATE_KWARGS='{"enable_thinking": false}'"""
         reason = f"the chat template lets the model think, and {cut}; {off} turns it off"
         print(f"note: {reason}", flush=True)

@@ -273,7 +273,7 @@ def raise_if_arrays_differ(wanted: Any, record: Mapping[str, Any], part: bool = 
     if differences:
         raise UserMistake(
             f"the checkpoint of step {record['step']} {differences[0]}: MODEL_PATH, OPTIMIZER, "
-            f"LORA_RANK and LORA_TARGETS have to be those of its run, and the code of the same "
+            f"LORA_RANK and LORA_TARGETS must be those of its run, and the code must have the same "
             f"version"
         )
 

@@ -138,7 +138,7 @@ def exit_on_oom(cfg: "Config") -> Iterator[None]:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         name, size_settings = getattr(error, "program", ("", ()))
-        failure = f"{name} does not fit the memory of a device"
+        failure = f"{name} does not fit in the memory of a device"
         failure = failure if name else "the memory of a device ran out"
         message = " ".join(str(error).partition("RESOURCE_EXHAUSTED:")[2].split())
         requested = message[:200].rstrip(".")

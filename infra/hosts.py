@@ -83,8 +83,8 @@ def join_processes(init_timeout_s: int) -> None:
         counts = [env.get(name, "") for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")]
         if not all(count.isdecimal() for count in counts) or int(counts[1]) >= int(counts[0]):
             raise UserMistake(
-                f"JAX_COORDINATOR_ADDRESS={address} needs JAX_NUM_PROCESSES (a number, the same "
-                f"everywhere) and JAX_PROCESS_ID (from 0, below it, each process its own)"
+                f"JAX_COORDINATOR_ADDRESS={address} needs JAX_NUM_PROCESSES (the same on all "
+                f"processes) and JAX_PROCESS_ID (0 to JAX_NUM_PROCESSES - 1, different on each)"
             )
         count, number = map(int, counts)
         cluster = {"coordinator_address": address, "num_processes": count, "process_id": number}
@@ -101,7 +101,7 @@ def join_processes(init_timeout_s: int) -> None:
         cluster["local_device_ids"] = []
     # This limit comes before jax's, which ends the process with a dump of C++ frames.
     message = (
-        f"error: not all processes have joined in INIT_TIMEOUT_S={init_timeout_s} "
+        f"error: not all processes have joined within INIT_TIMEOUT_S={init_timeout_s} "
         f"seconds{this_process}. Is the same command running on every worker? Their logs say why "
         f"not"
     )
@@ -125,7 +125,7 @@ def raise_if_process_count_differs(require_multihost: bool, require_process_coun
             "of the slice, elsewhere with srun or JAX_COORDINATOR_ADDRESS"
         )
     if require_process_count not in (0, count):
-        raise UserMistake(f"REQUIRE_JAX_PROCESS_COUNT={require_process_count}, and {count} joined")
+        raise UserMistake(f"REQUIRE_JAX_PROCESS_COUNT={require_process_count}, but {count} joined")
 
 
 def raise_if_processes_differ(facts: dict[str, str]) -> None:

@@ -85,7 +85,7 @@ def lock_folder(folder: Path, name: str) -> None:
         except BlockingIOError:
             holder = os.pread(lock, 200, 0).decode(errors="replace")
             raise UserMistake(
-                f"{name} belongs to another run, which is alive: {holder}. Choose another folder, "
+                f"{name} is in use by another run: {holder}. Choose another folder, "
                 f"or wait until that run has ended"
             ) from None
         except OSError as error:  # some network file systems have no locks
@@ -156,12 +156,12 @@ def begin_or_resume(
         if saved_steps and run_json and run_json["run_id"] != record["run_id"]:
             refuse(f"CHECKPOINT_DIR={checkpoints.folder} holds another")
         if steps < step:
-            raise UserMistake(f"STEPS={steps}, and the checkpoint is after step {step}; raise it")
+            raise UserMistake(f"STEPS={steps}, but {step} steps are done already; raise it")
         changes = describe_changes(record, made_with, f"step {step}")
         if changes and saved_steps:
             raise UserMistake(
                 f"{changes}; set it back, or choose a new OUTPUT_DIR with "
-                f"RESUME={checkpoints.folder}, which goes on as changed"
+                f"RESUME={checkpoints.folder}, which continues with the changes"
             )
         if changes:
             print(f"RESUME={resume}: {changes}", flush=True)
@@ -171,7 +171,7 @@ def begin_or_resume(
         if resume == "never":
             refuse("RESUME=never begins a new one")
         if resume != "auto":
-            print(f"note: RESUME={resume} is not read, because {folder} holds a run", flush=True)
+            print(f"note: RESUME={resume} is ignored, because {folder} holds a run", flush=True)
     if run_json and not saved_steps:  # the same command begins the run again
         if run_json["has_saved"]:
             refuse(f"no checkpoint of it is in {checkpoints.folder} (CHECKPOINT_DIR)")

@@ -82,7 +82,7 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--config", metavar="FILE.yaml", default="", help="settings as YAML")
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--print-config", action="store_true", help="print every setting and exit")
-    only.add_argument("--plan", metavar="SLICE", default="", help="say if the run fits there")
+    only.add_argument("--plan", metavar="SLICE", default="", help="say whether the run fits it")
     only.add_argument(
         "--eval-only",
         action="store_true",

@@ -31,7 +31,7 @@ def test_a_program_that_exhausts_the_memory_is_named_with_the_size_to_try(tmp_pa
     assert done.returncode == 3, done.stderr
     assert "Traceback" not in done.stderr
     last = done.stderr.splitlines()[-1]
-    begins = "error: prefill, decode or drop_sequences does not fit the memory of a device: "
+    begins = "error: prefill, decode or drop_sequences does not fit in the memory of a device: "
     assert last.startswith(begins) and "Out of memory" in last, last
     assert last.endswith(". Try BATCH_SIZE=512 ROLLOUT_BATCH_SIZE=8192"), last
     assert '"why": "memory ran out"' in (tmp_path / "run" / "summary.json").read_text()
@@ -63,7 +63,7 @@ def test_a_smaller_size_does_not_change_the_step_and_has_the_user_s_unit(row: st
 
 @pytest.mark.parametrize(
     "names, text",
-    [("", "the memory of a device ran out"), ("ab", "b does not fit the memory of a device")],
+    [("", "the memory of a device ran out"), ("ab", "b does not fit in the memory of a device")],
 )
 def test_the_inner_program_is_named(names: str, text: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit, match="3"), chips.exit_on_oom(Config.from_env({})):

@@ -215,14 +215,14 @@ LOSS_TYPE=cispo -> EPS_HIGH=0.2 caps every ratio of LOSS_TYPE=cispo below 1; set
 BETA=1 KL_ESTIMATOR=k1 KL_BIAS_CORRECTION=0 -> KL_ESTIMATOR=k1 has no gradient on average
 IS_MODE=sequence_mask TOP_P=0.9 SAMPLING_SUPPORT=full -> IS_MODE=sequence_mask with SAMPLING_SUPP
 LOSS_TYPE=dppo_tv IS_MODE=token_mask -> IS_MODE=token_mask corrects for the sampler, as LOSS_TYPE=dp
-LOSS_TYPE=vespo IS_MODE=sequence_mask -> IS_MODE=sequence_mask is of sequences, and LOSS_TYPE=vespo
-LOSS_TYPE=dppo_kl TOP_K=9 SAMPLING_SUPPORT=full -> LOSS_TYPE=dppo_kl would take TOP_K, TOP_P, MIN_P
+LOSS_TYPE=vespo IS_MODE=sequence_mask -> IS_MODE=sequence_mask weights sequences, and LOSS_TYPE=vesp
+LOSS_TYPE=dppo_kl TOP_K=9 SAMPLING_SUPPORT=full -> LOSS_TYPE=dppo_kl would mistake TOP_K, TOP_P
 OFF_POLICY_MASK_THRESHOLD=1 MIN_P=0.1 SAMPLING_SUPPORT=full -> OFF_POLICY_MASK_THRESHOLD=1.0 would
 TOP_K=9 POLICY_LOSS_IMPL=pallas -> POLICY_LOSS_IMPL=pallas cannot replay the tokens that TOP_K,
 TOP_K=9 ROLLOUT_BACKEND=sglang_jax STEPS=0 -> ROLLOUT_BACKEND=sglang_jax cannot replay the tokens
 CHAT_TEMPLATE_KWARGS={'a':False} -> CHAT_TEMPLATE_KWARGS={'a':False} is no JSON object such as {"
 CHAT_TEMPLATE_KWARGS=[1] -> CHAT_TEMPLATE_KWARGS=[1] is no JSON object such as {"enable_thinking": f
-TEACHER_PATH=t DISTILL_COEF=0 REWARD_COEF=0 -> DISTILL_COEF=0 and REWARD_COEF=0 leave nothing
+TEACHER_PATH=t DISTILL_COEF=0 REWARD_COEF=0 -> DISTILL_COEF=0 and REWARD_COEF=0 leave no trai
 TEACHER_PATH=t OFF_POLICY_MASK_THRESHOLD=0.5 -> OFF_POLICY_MASK_THRESHOLD=0.5 needs one advantage
 DELTA=1.5 EPS_HIGH=0.5 -> DELTA=1.5 must be above 1 + EPS_HIGH = 1.5
 TOP_K=129 SAMPLING_SUPPORT=full STEPS=0 -> TOP_K=129 must be at most 128

@@ -470,7 +470,7 @@ def test_messages_may_be_a_text_of_json_and_stand_beside_no_questions_that_are_t
     file = str(write(tmp_path / "a.jsonl", examples))
     assert load_examples(file, "", "train")[1]["prompts"] == [user("1?")]
     write(tmp_path / "a.jsonl", [*examples, {"question": "[1] is what?", "answer": "1"}])
-    words = "some questions are texts, and others lists of messages"
+    words = "some questions are texts and others lists of messages"
     refused(lambda: load_examples(file, "", "train"), f"DATASET={file}, split 'train'", words)
 
 
@@ -534,7 +534,7 @@ def test_arguments_of_the_template_turn_thinking_on_and_off(kwargs: dict, end: s
 def test_an_argument_that_the_template_does_not_read_is_refused_by_its_name() -> None:
     for name in ("enable_thinkng", "content", "messages", "tools", "range", "bos_token"):
         words = (
-            f"the chat template does not read '{name}', or every run sets it; it reads effort, en"
+            f"the chat template does not use '{name}', or every run sets it; it uses effort, ena"
         )
         chat_format = thinking_format(**{name: False})
         refused(lambda x=chat_format: check_chat_format(Config(), x), "CHAT_TEMPLATE_KWARGS", words)
@@ -546,7 +546,7 @@ def test_a_template_that_writes_no_texts_is_refused() -> None:
     chat_format.tokenizer.chat_template = (
         "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
     )
-    words = "MODEL_PATH (or CHAT_TEMPLATE): its chat template does not write the text of a message"
+    words = "MODEL_PATH (or CHAT_TEMPLATE): its chat template does not render the text of a message"
     refused(lambda: check_chat_format(Config(), chat_format), words)
 
 

@@ -21,15 +21,12 @@ from startup import set_up
 
 INPUTS = [  # environment, words of the line
     ({"REQUIRE_MULTIHOST": "1"}, "REQUIRE_MULTIHOST=1, and this process is alone"),
-    ({"REQUIRE_JAX_PROCESS_COUNT": "2"}, "REQUIRE_JAX_PROCESS_COUNT=2, and 1 joined"),
+    ({"REQUIRE_JAX_PROCESS_COUNT": "2"}, "REQUIRE_JAX_PROCESS_COUNT=2, but 1 joined"),
     ({"REWARD_FN": "mine.py:reward"}, "REWARD_FN: there is no file mine.py"),
     ({"REWARD_WEIGHTS": "1,1"}, "REWARD_WEIGHTS=1.0,1.0 has 2 numbers; give 3"),
     ({"POLICY_LOSS_IMPL": "pallas"}, "POLICY_LOSS_IMPL=pallas needs DTYPE=bfloat16 on a TPU"),
     ({"MESH_SHAPE": "1,3,1"}, "MESH_SHAPE=1,3,1 is a mesh of 3 devices, but the run has 8"),
-    (
-        {"CHAT_TEMPLATE_KWARGS": '{"a": 1}'},
-        "the chat template does not read 'a', or every run sets",
-    ),
+    ({"CHAT_TEMPLATE_KWARGS": '{"a": 1}'}, "the chat template does not use 'a', or every run sets"),
     ({"MAX_PROMPT_LENGTH": "5"}, "MAX_PROMPT_LENGTH=5: every train prompt is longer"),
     ({"MAX_LENGTH_SAMPLE": "5000"}, "MAX_LENGTH_SAMPLE=5000 after the longest prompt"),
     ({"SYSTEM_PROMPT": "prompts/mine.txt"}, "SYSTEM_PROMPT=prompts/mine.txt cannot be read: File"),
@@ -76,7 +73,7 @@ def test_a_token_that_the_model_has_no_row_for_is_a_mistake_only_in_a_prompt(tmp
     run = set_up(Config.from_env(few() | {"MODEL_PATH": str(tmp_path)}))
     assert len(run.rollout.tokenizer) == 559
     assert (run.rollout.stopping.stop_ids, run.rollout.stopping.pad_id) == ((2,), 2)
-    words = "a text has the token '[PAD]' (558), and the model has no row for it"
+    words = "a text has the token '[PAD]' (558), for which the model has no embedding"
     assert words in mistake_of(MODEL_PATH=str(tmp_path), SYSTEM_PROMPT="Do not write [PAD].")
 
 

@@ -78,7 +78,7 @@ ALL = {"local_device_ids": []}
 def test_a_process_number_must_be_below_the_number_of_processes(monkeypatch) -> None:
     joins = {"coordinator_address": "10.0.0.1:1", "num_processes": 2, "process_id": 1}
     assert arguments_of_jax(monkeypatch, ADDRESS + "1") == joins | ALL
-    with pytest.raises(UserMistake, match="JAX_PROCESS_ID .from 0, below it"):
+    with pytest.raises(UserMistake, match="JAX_PROCESS_ID .0 to JAX_NUM_PROCESSES - 1"):
         arguments_of_jax(monkeypatch, ADDRESS + "2")
 
 
@@ -227,7 +227,7 @@ def test_a_second_run_cannot_use_the_folders_of_a_run_that_is_alive(tmp_path: Pa
     folder = resume.output_folder(str(tmp_path / "held"), "")
     shared = resume.open_checkpoints(folder, "", 0, 1).folder
     who = f"process {os.getpid()} on {platform.node()}"
-    message = f"{folder} belongs to another run, which is alive: {who}. "
+    message = f"{folder} is in use by another run: {who}. "
     with pytest.raises(UserMistake, match=f"^OUTPUT_DIR={re.escape(message)}"):
         resume.output_folder(str(folder), "")
     message = message.replace(str(folder), shared)

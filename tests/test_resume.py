@@ -77,7 +77,7 @@ def test_a_run_goes_on_from_its_own_newest_checkpoint_whatever_resume_names(
 ) -> None:
     for resume in ("auto", "a/checkpoints/2", "nowhere"):
         assert begun(out="a", resume=resume) == (4, 4, "a", "")
-        note = f"note: RESUME={resume} is not read, because OUTPUT_DIR={runs}/a holds a run\n"
+        note = f"note: RESUME={resume} is ignored, because OUTPUT_DIR={runs}/a holds a run\n"
         assert (note in capsys.readouterr().out) == (resume != "auto")
     shutil.rmtree(runs / "a")  # the disk of a machine that was made anew is empty
     run_id = make_run(runs / "c", 2, at=f"{runs}/bucket")
@@ -124,7 +124,7 @@ OF_A = {"checkpoint_dir": "a/checkpoints"}
         ("gone", {}, "OUTPUT_DIR={}/gone holds a run, and no checkpoint of it is in {}/gone/check"),
         ("new", {"resume": "nowhere"}, "RESUME=nowhere is not the folder of a complete checkpoint"),
         ("lost", {}, "RESUME={}/a/checkpoints/3 is not the folder of a complete checkpoint"),
-        ("a", {"steps": 3}, "STEPS=3, and the checkpoint is after step 4; raise it"),
+        ("a", {"steps": 3}, "STEPS=3, but 4 steps are done already; raise it"),
     ],
 )
 def test_what_is_no_folder_of_this_run_is_refused_and_nothing_in_it_changes(

@@ -262,7 +262,7 @@ def test_a_turn_does_not_reach_beyond_what_the_assistant_adds() -> None:
     assert decode(ids[mask == 1]) == "3<|im_end|>7<|im_end|>" and mask[-1] == 1
     refused(
         lambda: learnt(CALLED, template=CALLS),
-        "f example 1: turn 1 of the assistant has 0 of the token '<|im_end|>', but",
+        "f example 1: turn 1 of the assistant has the token '<|im_end|>' 0 times, but",
     )
     made = learnt(CALLED, template=PLAIN)
     ids, mask = np.array(made.completion_ids), np.array(made.completion_mask)
@@ -326,7 +326,7 @@ NO_TURN = "f example 1 has no answer of the assistant in 'question', but "
             PENS,
             "3<|im_end|>4",
             "",
-            "f example 1: turn 1 of the assistant has 2 of the token '<|im_end|>', but",
+            "f example 1: turn 1 of the assistant has the token '<|im_end|>' 2 times, but",
         ),
         (
             "Why?",

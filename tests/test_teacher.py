@@ -291,7 +291,7 @@ def test_a_teacher_that_does_not_fit_says_its_size(
     with pytest.raises(SystemExit) as ended, exit_on_oom(run.cfg):
         load_weights(learner, teacher)
     assert ended.value.code == 3
-    line = "error: the teacher (64.00 GiB on each device) does not fit the memory of a device: "
+    line = "error: the teacher (64.00 GiB on each device) does not fit in the memory of a device: "
     assert capsys.readouterr().err.startswith(line)
 
 

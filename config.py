@@ -430,7 +430,7 @@ def contradictions(cfg: Config) -> Iterator[str]:
         text = cfg.dataset.removeprefix("reasoning_gym:").rstrip("?&")
         task, *arguments = re.split(r"[?&]+", text)
         command = shlex.join(["python", "recipes/gym.py", task, f"runs/{task}", *arguments])
-        yield f"DATASET={cfg.dataset}: a command writes the folder of a task; run {command}"
+        yield f"DATASET={cfg.dataset}: write these questions to a folder; run {command}"
     try:
         cfg.template_kwargs()
     except ValueError as error:

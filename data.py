@@ -294,7 +294,7 @@ def _split_files(folder: Path, split: str) -> list[Path]:
     matches = {file: match for file in files if (match := name.fullmatch(file.stem))}
     if not matches:
         names = ", ".join(file.name for file in files) or "no .jsonl, .json or .parquet"
-        raise UserMistake(f"DATASET={folder} has no file of split {split!r}; it has {names}")
+        raise UserMistake(f"DATASET={folder} has no file for split {split!r}; it has {names}")
     formats = {(file.suffix, int(match[2] or 1)) for file, match in matches.items()}
     numbers = sorted(int(match[1] or 0) for match in matches.values())
     if len(formats) > 1 or numbers != [*range(max(count for _, count in formats))]:
@@ -330,7 +330,7 @@ def _read_file(file: Path) -> list[Example]:
             items = json.loads(text)
         if not isinstance(items, list):
             raise UserMistake(
-                f"{file} is not a JSON list of examples; with one in each line call it .jsonl"
+                f"{file} is not a JSON list of examples; if each line is an example, name it .jsonl"
             )
         named = {f"example {number}": item for number, item in enumerate(items, start=1)}
     else:

@@ -117,8 +117,8 @@ def read_run(out: Path) -> dict[str, Any]:
         if jax.process_index() == 0 and any(file.stat().st_size for file in files):
             if not (out / RUN).is_file():
                 raise UserMistake(
-                    f"OUTPUT_DIR={out} has records, such as {files[0].name}, and no {RUN} of the "
-                    f"run that wrote them; choose another folder"
+                    f"OUTPUT_DIR={out} has records, such as {files[0].name}, but no {RUN}, which "
+                    f"says what run wrote them; choose another folder"
                 )
             text, has_saved = (out / RUN).read_text(encoding="utf-8"), (out / SAVED).exists()
     text, has_saved = json.loads(gather_texts(json.dumps([text, has_saved]))[0])

@@ -234,13 +234,13 @@ PUSH_TO_HUB=me/é? -> PUSH_TO_HUB='me/é?' does not have the right form
 PUSH_TO_HUB=me/model EXPORT_HF=none -> PUSH_TO_HUB=me/model has nothing to upload with EXPORT_HF=n
 PUSH_TO_HUB=me/model STEPS=0 -> PUSH_TO_HUB=me/model has nothing to upload with EXPORT_HF=none or S
 MODEL_PATH=me/a PUSH_TO_HUB=me/a -> PUSH_TO_HUB=me/a is MODEL_PATH; the model would be overwritten
-LORA_BASE_DTYPE=int8 ROLLOUT_BACKEND=sglang_jax -> LORA_BASE_DTYPE=int8 has no float weights to merge
+LORA_BASE_DTYPE=int8 ROLLOUT_BACKEND=sglang_jax -> LORA_BASE_DTYPE=int8 has no float weights to
 MAX_TURNS=2 -> MAX_TURNS=2 needs an ENVIRONMENT_CLASS
 REPORT_TO=trackio,wandb WANDB_MODE=disabled -> REPORT_TO=trackio,wandb needs W&B, and WANDB_MODE=
 ENVIRONMENT_CLASS=a.py:A ROLLOUT_BACKEND=sglang_jax -> ROLLOUT_BACKEND=sglang_jax samples comple
 """
 TASK = "reasoning_gym:gcd?max_value=9&value_type=[a]"
-CONTRADICTIONS += f"""DATASET={TASK} -> DATASET={TASK}: a command writes the folder of a task; run \
+CONTRADICTIONS += f"""DATASET={TASK} -> DATASET={TASK}: write these questions to a folder; run \
 python recipes/gym.py gcd runs/gcd max_value=9 'value_type=[a]'
 """
 AGREEMENTS = """

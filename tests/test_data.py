@@ -246,7 +246,7 @@ def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
     refused(lambda: hf.fetch_model(f"{tmp_path}/none"), message)
     write(tmp_path / "train.jsonl", examples_of(2))
     write(tmp_path / "test.json", examples_of(2))
-    other = f"DATASET={tmp_path} has no file of split 'dev'; it has test.json, train.jsonl"
+    other = f"DATASET={tmp_path} has no file for split 'dev'; it has test.json, train.jsonl"
     refused(lambda: load_examples(str(tmp_path), "", "dev"), other)
 
 

@@ -112,11 +112,7 @@ OF_A = {"checkpoint_dir": "a/checkpoints"}
 @pytest.mark.parametrize(
     "out, settings, line",
     [
-        (
-            "old",
-            {},
-            "OUTPUT_DIR={}/old has records, such as eval.jsonl, and no run.json of the run",
-        ),
+        ("old", {}, "OUTPUT_DIR={}/old has records, such as eval.jsonl, but no run.json, which sa"),
         ("a", {"resume": "never"}, "OUTPUT_DIR={}/a holds a run, and RESUME=never begins a new"),
         ("b", {"resume": "never"}, "OUTPUT_DIR={}/b holds a run, and RESUME=never begins a new"),
         ("new", OF_A | {"resume": "never"}, "CHECKPOINT_DIR={}/a/checkpoints holds a run, and RES"),

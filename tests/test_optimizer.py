@@ -16,14 +16,7 @@ from small_model import train_layout as layout
 
 from model.network import ComputeConfig
 from model.params import Lora, ModelConfig, Params, init_params, param_shardings, trainable_params
-from optimizer import (
-    Optimizer,
-    Schedule,
-    abstract_state,
-    init_state,
-    learning_rate,
-    optimizer_step,
-)
+from optimizer import Optimizer, Schedule, abstract_state, init_state, learning_rate, optimizer_step
 from sampling import sync_weights
 
 SGD = Optimizer("sgd", weight_decay=0.1, clip_norm=0.5)

@@ -70,7 +70,7 @@ TINY_YIELDS = [  # any size that the user sets hides those of recipes/tiny.yaml
 # `knob` for each group in YAML. A resumed run must keep the values of `kept` settings. It may
 # change the others, as long as its files, prompts and sizes stay the same.
 in_model = functools.partial(knob, "model", kept=False)
-of_lora = functools.partial(knob, "model")
+in_lora = functools.partial(knob, "model")
 in_data = functools.partial(knob, "data", kept=False)
 in_rollout = functools.partial(knob, "rollout")
 free_in_rollout = functools.partial(knob, "rollout", kept=False)
@@ -80,7 +80,9 @@ free_in_train = functools.partial(knob, "train", kept=False)
 in_loss = functools.partial(knob, "loss")
 in_eval = functools.partial(knob, "eval", kept=False)
 in_run = functools.partial(knob, "run", kept=False)
-in_each = functools.partial(in_run, per_process=True)  # processes may have different values
+in_run_per_process = functools.partial(
+    in_run, per_process=True
+)  # processes may have different values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,11 +93,11 @@ class Config:
     model_revision: str = in_model("", "Branch, tag or commit on the hub; empty: the main branch.")
     dtype: str = in_model("auto", "Compute dtype; auto: bfloat16, on CPUs float32.", choices=DTYPES)
     chat_template: str = in_model("", "Jinja chat template; empty: the tokenizer's template.")
-    lora_rank: int = of_lora(
+    lora_rank: int = in_lora(
         0, "Rank of LoRA's adapters; 0: train those of MODEL_PATH, or without LoRA all weights."
     )
-    lora_alpha: float = of_lora(32.0, "Adapters add LORA_ALPHA / LORA_RANK * x A B.", above=0)
-    lora_targets: str = of_lora("", "Matrices with adapters, such as q_proj,v_proj; empty: all.")
+    lora_alpha: float = in_lora(32.0, "Adapters add LORA_ALPHA / LORA_RANK * x A B.", above=0)
+    lora_targets: str = in_lora("", "Matrices with adapters, such as q_proj,v_proj; empty: all.")
     lora_base_dtype: str = in_model(
         "auto", "Dtype of LoRA's base; auto: DTYPE; int8: 8-bit matrices.", choices="auto|int8"
     )
@@ -183,10 +185,14 @@ class Config:
 
     steps: int = free_in_train(100, "Number of training steps; 0: only evaluate.")
     train_micro_batch_size: int = free_in_train(
-        0, "Sequences per micro-step on each process; 0: not set.", yaml="micro_batch_size"
+        0,
+        "Sequences per micro-step on each process, for memory, not results; 0: up to 4 per device.",
+        yaml="micro_batch_size",
     )
     train_per_device_micro_batch_size: int = free_in_train(
-        0, "Sequences per micro-step per device; 0: not set.", yaml="per_device_micro_batch_size"
+        0,
+        "The same per device, in place of the one per process; 0: not set.",
+        yaml="per_device_micro_batch_size",
     )
     grad_accum_steps: int = free_in_train(0, "Maximum micro-steps of an update; 0: not set.")
     ppo_epochs: int = in_train(1, "How many times a step trains on each of its groups.", at_least=1)
@@ -280,19 +286,25 @@ class Config:
     )
     push_to_hub_private: bool = in_run(True, "Make the repository of PUSH_TO_HUB private.")
     sample_every_steps: int = in_run(10, "Steps between samples in the log; 0: never.")
-    print_train_time_breakdown: bool = in_each(False, "Print the seconds of each phase per step.")
-    report_to: str = in_each(
+    print_train_time_breakdown: bool = in_run_per_process(
+        False, "Print the seconds of each phase per step."
+    )
+    report_to: str = in_run_per_process(
         "", "Trackers: any of wandb,trackio,tensorboard; empty: as WANDB_MODE says.", form=TRACKERS
     )
-    wandb_mode: str = in_each(
+    wandb_mode: str = in_run_per_process(
         "", "Mode of W&B; empty: online if it has a key.", choices="disabled|online|offline"
     )
-    wandb_project: str = in_each("", "Project in W&B and trackio; empty: grpo.")
-    wandb_name: str = in_each("", "Name in W&B, and of a new folder in runs/; empty: the folder's.")
-    jax_compilation_cache_dir: str = in_each("", "Folder of compiled programs; empty: .jax_cache.")
+    wandb_project: str = in_run_per_process("", "Project in W&B and trackio; empty: grpo.")
+    wandb_name: str = in_run_per_process(
+        "", "Name in W&B, and of a new folder in runs/; empty: the folder's."
+    )
+    jax_compilation_cache_dir: str = in_run_per_process(
+        "", "Folder of compiled programs; empty: .jax_cache."
+    )
     require_multihost: bool = in_run(False, "Refuse to run as a single process.")
     require_jax_process_count: int = in_run(0, "Number of processes that must join; 0: any.")
-    init_timeout_s: int = in_each(
+    init_timeout_s: int = in_run_per_process(
         90, "Seconds in which all processes must join.", at_least=1, at_most=10**6
     )
 

@@ -112,10 +112,9 @@ def main(cfg: Config) -> None:
             indices = batch_indices(len(run.train_prompts), P, step, cfg.seed)  # [P]
             batch = batch_of([run.train_prompts[i] for i in indices], cfg.max_length_sample)
             if step == 0:  # for people to check
-                learnt = batch.completion_ids[0][batch.completion_mask[0] > 0]
-                text = shorten(run.rollout.tokenizer.decode(learnt))
-                line = f"learnt of {batch.prompts[0].source}: {escape_control_characters(text)}"
-                lifecycle.log.print_line(line)
+                ids = batch.completion_ids[0][batch.completion_mask[0] > 0]
+                text = escape_control_characters(shorten(run.rollout.tokenizer.decode(ids)))
+                lifecycle.log.print_line(f"trained on, of {batch.prompts[0].source}: {text}")
 
             # ---- Update --------------------------------------------------------------------------
             lr = learning_rate(step, run.schedule)
@@ -172,9 +171,9 @@ def log_sft_step(
 ) -> None:
     """Prints the lines of a step and writes its record. metrics: of train_on_mini_batch and the
     learning rate."""
-    seconds, learnt = clock.total(), int(batch.completion_mask.sum())
+    seconds, tokens = clock.total(), int(batch.completion_mask.sum())
     log.print_line(
-        f"step={step} loss={metrics['loss']:z.6f} tokens={learnt} dt={seconds:.2f}s"
+        f"step={step} loss={metrics['loss']:z.6f} tokens={tokens} dt={seconds:.2f}s"
         f"{log.time_left(step, clock)}"
     )
     if wrong := nonfinite_metric(metrics):
@@ -185,7 +184,7 @@ def log_sft_step(
         record[f"train-seq_len/{name}/mean"] = lengths.mean()
         record[f"train-seq_len/{name}/max"] = lengths.max()
     padding = "throughput/update/computed_per_token"
-    record |= {padding: metrics[padding], "throughput/train/valid_tokens_per_s": learnt / seconds}
+    record |= {padding: metrics[padding], "throughput/train/valid_tokens_per_s": tokens / seconds}
     record |= {"time/train/update_s": clock.seconds["update"], "time/train/step_s": seconds}
     record |= {"compile/programs": len(clock.compiled()), "compile/s": sum(clock.compiled())}
     record |= {f"memory/{name}": value for name, value in memory_peaks().items()}

@@ -18,11 +18,12 @@ from safetensors.numpy import load_file, save_file
 from small_model import FAMILIES, LLAMA3, tensors, transformers_logits, write_config, write_folder
 
 from config import Config
+from fingerprint import result_fingerprint
 from infra.mistakes import UserMistake
 from model import hf
 from model.layout import make_mesh
 from model.params import Gemma3, ModelConfig, Params, Qwen35, param_shardings
-from startup import result_fingerprint, set_up
+from startup import set_up
 
 TINY = Path(__file__).parent.parent / "tiny"
 

@@ -12,13 +12,14 @@ import pytest
 from runs import Result, assert_same_run, few_examples, finish, metric_records, start_run, wait_for
 
 from config import Config
+from fingerprint import result_fingerprint
 from infra.checkpoint import Checkpoints, Progress, array_names, raise_if_arrays_differ
 from infra.mistakes import UserMistake
 from infra.resume import begin_or_resume, describe_changes, open_checkpoints, read_run, write_run
 from infra.reward_worker import imported_files
 from infra.settings import REPO
 from optimizer import TrainState
-from startup import Run, result_fingerprint, set_up
+from startup import Run, set_up
 
 # ---- Whose a folder is ---------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from runs import Result, environment, train
 
 from config import Config
 from data import ChatFormat, Prompt, batch_indices, build_prompts, load_examples, read_opening
+from fingerprint import result_fingerprint
 from infra.mistakes import UserMistake
 from loss import Objective
 from model import hf
@@ -23,7 +24,7 @@ from optimizer import Optimizer
 from rollout import choose_groups, completion_texts, have_equal_rewards
 from rows import Batch
 from sampling import Completions, Stopping
-from startup import result_fingerprint, set_up
+from startup import set_up
 
 NAN = math.nan
 TINY = Path(__file__).resolve().parent.parent / "tiny"

@@ -37,13 +37,14 @@ from tokenizers.normalizers import Prepend
 from config import Config, describe, load
 from data import ChatFormat, load_examples, read_question_and_answer
 from demonstrations import Demonstration, build_demonstrations
+from fingerprint import result_fingerprint
 from infra.resume import describe_changes
 from loss import Objective
 from model import hf
 from model.network import ComputeConfig
 from optimizer import Optimizer, init_state
 from rows import RowLimits
-from startup import Run, result_fingerprint, set_up
+from startup import Run, set_up
 from train_sft import batch_of, customize_settings
 from update import LearnerConfig, pack_to_devices, train_on_mini_batch
 
@@ -503,7 +504,9 @@ def test_a_run_learns_evaluates_and_exports_and_its_records_say_so(undisturbed: 
     assert float(re.search(pattern, lines, re.M)[1]) == pytest.approx(
         next(r["eval/loss"] for r in records if r["step"] == 5 and "eval/loss" in r), abs=1e-6
     )
-    assert re.search(r"^learnt of .*conversations.jsonl example \d+: .*<\|im_end\|>$", lines, re.M)
+    assert re.search(
+        r"^trained on, of .*conversations.jsonl example \d+: .*<\|im_end\|>$", lines, re.M
+    )
     losses = [r["train-other/loss"] for r in records if "train-other/loss" in r]
     held_out = [r["eval/loss"] for r in records if "eval/loss" in r]
     assert len(losses) == 10 and len(held_out) == 3

@@ -36,12 +36,13 @@ from test_loss import value_and_grad
 from config import Config
 from data import Prompt
 from extras.teacher import load_weights
+from fingerprint import result_fingerprint
 from infra.chips import exit_on_oom
 from loss import Objective, policy_loss
 from model import hf
 from optimizer import init_state
 from rows import Batch
-from startup import Run, result_fingerprint, set_up
+from startup import Run, set_up
 from tools.bench import make_random_model
 from train_grpo import with_logps
 from update import LearnerConfig, train_on_mini_batch

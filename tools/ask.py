@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from config import Config
 from data import as_messages, read_question
 from evaluation import EVAL_PHASES, answer_questions, evaluate
+from fingerprint import result_fingerprint
 from infra import hosts, resume
 from infra.checkpoint import Checkpoints, Progress, raise_if_arrays_differ
 from infra.log import DONE, Clock
@@ -22,16 +23,7 @@ from infra.mistakes import Unwritable, UserMistake, exit_with_mistakes
 from infra.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES
 from metrics import dialogues_of
 from model.params import Params, abstract_params, combine_params, trainable_params
-from startup import (
-    Run,
-    first_params,
-    make_backend,
-    open_log,
-    open_reviewer,
-    read_base,
-    result_fingerprint,
-    set_up,
-)
+from startup import Run, first_params, make_backend, open_log, open_reviewer, read_base, set_up
 
 # Settings of both commands: they train nothing and export nothing.
 NO_STEPS = {"steps": 0, "export_hf": "none", "push_to_hub": "", "eval_full_sweep": True}

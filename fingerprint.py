@@ -1,0 +1,90 @@
+"""What the results of a run follow from, as {name: value}. A resumed run must have the values of its
+checkpoint, and all processes must have the same values.
+"""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import rewards
+from infra import hosts
+from infra.reward_worker import imported_files
+from infra.settings import REPO, to_text
+from model import hf, lora
+
+if TYPE_CHECKING:
+    from startup import Run
+
+
+def result_fingerprint(run: "Run") -> dict[str, str]:
+    """The settings, sizes and digests of files that determine the results, but not the code. They
+    must be the same in a resumed run."""
+    cfg, folder = run.cfg, run.folder
+    values = {
+        field.name.upper(): to_text(getattr(cfg, field.name))
+        for field in dataclasses.fields(cfg)
+        if field.metadata["kept"]
+    }
+    functions = rewards.reward_entries(cfg.reward_fn)  # each a name, or file.py:name
+    values["REWARD_WEIGHTS"] = to_text(run.rollout.reward_weights)
+    values["REWARD_FN"] = ",".join(Path(function).name for function in functions)
+    has_schedule = cfg.lr_schedule != "constant" or cfg.warmup_ratio > 0
+    schedule_end = (cfg.lr_decay_steps or cfg.steps) * has_schedule
+    values["LR_DECAY_STEPS (else STEPS)"] = str(schedule_end)
+    values["prompts per step"] = str(run.sizes.prompts_per_step)
+    values["DTYPE"] = str(run.learner.compute.dtype)
+    values["the stop tokens"] = str(run.rollout.stopping.stop_ids)
+    for name in ("config.json", "tokenizer.json"):
+        values[f"the model's {name}"] = hosts.short_digest((folder / name).read_bytes())
+    prompts = [prompt[:4] for prompt in run.train_prompts]  # without the source of a Demonstration
+    values["the tokenized prompts"] = hosts.json_digest(prompts)
+    if cfg.beta > 0 or run.learner.compute.model.lora:  # a resumed run reads these weights again
+        files = sorted(folder.glob("*.safetensors"))
+        if run.adapters:
+            files += [run.adapters / lora.CONFIG, run.adapters / hf.ADAPTERS]
+        fingerprints = [hosts.file_fingerprint(file) for file in files]
+        values["the model's weights"] = hosts.json_digest(fingerprints)
+    if cfg.lora_base_dtype != "auto":
+        values["LORA_BASE_DTYPE"] = cfg.lora_base_dtype
+    if cfg.off_policy_mask_threshold:
+        values["OFF_POLICY_MASK_THRESHOLD"] = to_text(cfg.off_policy_mask_threshold)
+    if run.teacher_folder:
+        files = [run.teacher_folder / "config.json", *run.teacher_folder.glob("*.safetensors")]
+        fingerprints = [hosts.file_fingerprint(file) for file in sorted(files)]
+        values["the teacher's weights"] = hosts.json_digest(fingerprints)
+        values["DISTILL_COEF"] = to_text(cfg.distill_coef)
+        values["REWARD_COEF"] = to_text(cfg.reward_coef)
+    if cfg.chat_template_kwargs:
+        values["CHAT_TEMPLATE_KWARGS"] = json.dumps(cfg.template_kwargs(), sort_keys=True)
+    values["ENVIRONMENT_CLASS"] = Path(cfg.environment_class).name
+    if run.rollout.environments:  # the template also writes their messages
+        template = run.rollout.chat_format.template()
+        values["the chat template"] = hosts.short_digest(template.encode())
+    sources = {"REWARD_FN": functions, "ENVIRONMENT_CLASS": [cfg.environment_class]}
+    for setting, names in sources.items():
+        mains = [Path(name.rpartition(":")[0]).resolve() for name in names if ":" in name]
+        for main in dict.fromkeys(mains):
+            for file in imported_files(main):
+                label = f"the file of {setting} {os.path.relpath(file, main.parent)}"
+                digest = hosts.short_digest(file.read_bytes())
+                # Files in two folders may have the same relative path.
+                values[label] = f"{values[label]},{digest}" if label in values else digest
+    return values
+
+
+def process_fingerprint(run: "Run") -> dict[str, str]:
+    """What must be the same on every process: the fingerprint of the results, all settings but
+    those of a single process, the code, the versions and the questions of evaluations."""
+    settings = {
+        field.name.upper(): str(getattr(run.cfg, field.name)).replace(str(REPO), "{repo}")
+        for field in dataclasses.fields(run.cfg)
+        if not field.metadata["per_process"]
+    }
+    versions = {f"the version of {name}": x for name, x in hosts.package_versions().items()}
+    code_and_data = {
+        "our code": hosts.code_digest(REPO),
+        "the questions of evaluations": hosts.json_digest(run.eval_prompts),
+    }
+    return settings | result_fingerprint(run) | code_and_data | versions

@@ -194,13 +194,13 @@ def wait_for(process: Popen[bytes], words: str) -> None:
 
 # ---- Runs that are compared to the bit ---------------------------------------------------------
 
-STEPS = 10
+STEPS = 6
 # With these settings all that a checkpoint holds changes: a step has four updates, and some steps
 # need a second round of sampling.
 DEMANDING = environment(
     f"""STEPS={STEPS} BATCH_SIZE=4 NUM_PRE_Q=4 TRAIN_MICRO_BATCH_SIZE=8 PPO_EPOCHS=2 BETA=0.05
     NUM_MINI_BATCHES=2 DYNAMIC_SAMPLING=1 DYNAMIC_SAMPLING_MAX_ROUNDS=2
-    LEARNING_RATE=3e-4 WEIGHT_DECAY=0.01 EVAL_EVERY_STEPS=5 EVAL_PROMPTS=16 SAVE_EVERY_STEPS=1"""
+    LEARNING_RATE=3e-4 WEIGHT_DECAY=0.01 EVAL_EVERY_STEPS=3 EVAL_PROMPTS=16 SAVE_EVERY_STEPS=1"""
 )
 TIMES = ("time/", "throughput/", "memory/", "compile/")  # metrics that depend on the clock
 

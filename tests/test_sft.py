@@ -516,17 +516,14 @@ def test_a_run_learns_evaluates_and_exports_and_its_records_say_so(undisturbed: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["two processes", "eight devices"])
-def test_processes_and_meshes_do_not_change_a_run(
-    kind: str, undisturbed: Result, conversations: Path, tmp_path: Path
+def test_two_processes_with_four_devices_each_do_not_change_a_run(
+    undisturbed: Result, conversations: Path, tmp_path: Path
 ) -> None:
     """Five steps at the learning rates of ten, with the evaluations at 0 and 5."""
     settings = SETTINGS | {"DATASET": str(conversations), "STEPS": "5", "LR_DECAY_STEPS": "10"}
-    if kind == "two processes":
-        result, other = train_two(tmp_path, 1, **settings | {"TRAIN_MICRO_BATCH_SIZE": "4"})
-        assert not other.records and "process=1/2" in other.lines
-    else:
-        result = train(tmp_path / "run", 8, **settings, MESH_SHAPE="2,2,2")
+    settings |= {"MESH_SHAPE": "2,2,2", "TRAIN_MICRO_BATCH_SIZE": "4"}
+    result, other = train_two(tmp_path, 4, **settings)
+    assert not other.records and "process=1/2 device_count=8" in other.lines
     for name in ("train-other/loss", "train-other/grad_norm", "eval/loss"):
         ours, theirs = ([r[name] for r in x.records if name in r] for x in (result, undisturbed))
         assert len(ours) == (2 if name == "eval/loss" else 5)
@@ -539,7 +536,7 @@ def test_a_run_that_is_killed_and_stopped_ends_like_an_undisturbed_one(
 ) -> None:
     settings = SETTINGS | {"DATASET": str(conversations), "SAVE_EVERY_STEPS": "1"}
     folder = tmp_path / "run"
-    for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
+    for number in (signal.SIGKILL, signal.SIGTERM):
         process = start(folder, settings, 1)
         wait_for(process, r"^step=\d+ ")
         process.send_signal(number)

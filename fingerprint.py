@@ -1,5 +1,5 @@
-"""What the results of a run follow from, as {name: value}. A resumed run must have the values of its
-checkpoint, and all processes must have the same values.
+"""What the results of a run follow from, as {name: value}. A resumed run must have the values of
+its checkpoint, and all processes must have the same values.
 """
 
 import dataclasses

@@ -544,7 +544,7 @@ def test_a_run_that_is_killed_and_stopped_ends_like_an_undisturbed_one(
         assert result.code == (-9 if number == signal.SIGKILL else 143), result.errors
     result = finish(start(folder, settings, 1), folder)
     assert result.code == 0 and "\nresumed after " in result.lines, result.errors
-    assert_same_run(folder, undisturbed.out)
+    assert_same_run(folder, undisturbed.out, steps=10)
 
 
 @pytest.mark.slow

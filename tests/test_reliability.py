@@ -42,11 +42,11 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-GAME = f"ENVIRONMENT_CLASS={Path(__file__).parent}/games.py:Chance MAX_TURNS=3"
+GAME = f"ENVIRONMENT_CLASS={Path(__file__).parent}/games.py:Chance MAX_TURNS=2"
 KINDS = {
     "all weights": {},
     "adapters that play in turns": environment(
-        f"{GAME} REWARD_FN= REWARD_WEIGHTS= MAX_LENGTH_SAMPLE=96 LORA_RANK=4 LEARNING_RATE=3e-3"
+        f"{GAME} REWARD_FN= REWARD_WEIGHTS= MAX_LENGTH_SAMPLE=64 LORA_RANK=4 LEARNING_RATE=3e-3"
     ),
 }
 

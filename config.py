@@ -80,9 +80,8 @@ free_in_train = functools.partial(knob, "train", kept=False)
 in_loss = functools.partial(knob, "loss")
 in_eval = functools.partial(knob, "eval", kept=False)
 in_run = functools.partial(knob, "run", kept=False)
-in_run_per_process = functools.partial(
-    in_run, per_process=True
-)  # processes may have different values
+# Processes may have different values of these.
+in_run_per_process = functools.partial(in_run, per_process=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,6 @@ import json
 import os
 import re
 import shlex
-import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -190,7 +189,7 @@ class Config:
     )
     train_per_device_micro_batch_size: int = free_in_train(
         0,
-        "The same per device, in place of the one per process; 0: not set.",
+        "Sequences per micro-step on each device; 0: not set.",
         yaml="per_device_micro_batch_size",
     )
     grad_accum_steps: int = free_in_train(0, "Maximum micro-steps of an update; 0: not set.")
@@ -422,7 +421,7 @@ def contradictions(cfg: Config) -> Iterator[str]:
     if cfg.off_policy_mask_threshold:
         anchors.append(f"OFF_POLICY_MASK_THRESHOLD={cfg.off_policy_mask_threshold}")
     for text in anchors if cfg.filters_logps() else ():
-        reason = "would mistake TOP_K, TOP_P, MIN_P for a new policy with SAMPLING_SUPPORT=full"
+        reason = "would count TOP_K, TOP_P, MIN_P as a policy change with SAMPLING_SUPPORT=full"
         yield f"{text} {reason}; leave SAMPLING_SUPPORT out"
     for name, text in (("policy_loss_impl", "pallas"), ("rollout_backend", "sglang_jax")):
         if cfg.replays() and getattr(cfg, name) == text:
@@ -553,9 +552,6 @@ def load(
     try:
         dotenv = {}
         if env is None:
-            # Ctrl-C ends the process at once. Python's own handler would print a traceback, or
-            # do nothing in a callback that jax's import installs.
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
             # `.env` is added to the environment, because W&B and the hub read their keys there.
             env, dotenv = os.environ, read_dotenv(REPO / ".env")
             dotenv = {name: value for name, value in dotenv.items() if name not in env}

@@ -138,7 +138,7 @@ def load_examples(
         examples = train if split == "train" else list(unseen.values())
     if not examples:
         if not one_file:
-            raise UserMistake(f"{', '.join(contents)} has no examples")
+            raise UserMistake(f"DATASET={dataset} has no examples in split {split!r}")
         reason = f"too few examples ({len(texts)}); a single file needs at least 2"
         if len(texts) > 1:
             reason = "no examples in split 'test'; its last tenth only repeats questions of train"
@@ -542,8 +542,8 @@ def open_think_tag(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase") -> str:
 def drop_long_prompts(
     prompts: list[Prompt], limit: int, split: str, part: str = "prompt"
 ) -> list[Prompt]:
-    """The prompts of at most `limit` tokens, and prints how many are longer; 0 means no
-    limit. split: its name in messages. part: "completion": the tokens of the completions count.
+    """The prompts of at most `limit` tokens (0: no limit). Prints how many are longer.
+    split: its name in messages. part: "completion": the tokens of the completions count.
     Raises UserMistake if no prompt is left."""
     if not limit:
         return prompts

@@ -63,8 +63,8 @@ def cut_out_turns(
     that ends it, and the text before each of them.
 
     end: this token. is_written: whether the template writes it; if not, it is added to each turn.
-    Raises UserMistake if a turn has no text or not one of this token, or if the template writes
-    messages differently when more of them follow.
+    Raises UserMistake if a turn has no text, or does not have this token exactly once, or if the
+    template writes messages differently when more of them follow.
     """
     [text] = chat_format.render([chat], add_generation_prompt=False)
     pieces, begin = [], 0

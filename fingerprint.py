@@ -1,4 +1,4 @@
-"""What the results of a run follow from, as {name: value}. A resumed run must have the values of
+"""What determines the results of a run, as {name: value}. A resumed run must have the values of
 its checkpoint, and all processes must have the same values.
 """
 

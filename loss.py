@@ -344,11 +344,11 @@ def _clip_metrics(
     num_tokens: jax.Array | float,
     num_sequences: jax.Array | float,
 ) -> dict[str, jax.Array]:
-    """This micro-batch's parts of the update's means of `is_clipped`, and the extremes over
-    its sequences that have a token.
+    """This micro-batch's contributions to the clip fractions of the update, the lowest `low` and
+    the highest `high` fraction of its sequences that have at least one token.
 
-    is_clipped: from _token_loss, [B, T] or [B, 1] bool; False where the mask is 0, since the ratio
-    is 1 there and no limit is. mask: [B, T]. num_tokens, num_sequences: of the update.
+    is_clipped: from _token_loss, [B, T] or [B, 1] bool; False where the mask is 0: the ratio is
+    1 there, and never clipped. mask: [B, T]. num_tokens, num_sequences: of the update.
     """
     counts = {(len(mask), 1): num_sequences, mask.shape: num_tokens}
     metrics = {name: x.sum() / counts[x.shape] for name, x in is_clipped.items()}

@@ -233,7 +233,7 @@ def _forward_tile(
 ) -> jax.Array:
     """The statistics [tokens, COLUMNS] with the tile added. They are, with e = exp(logit -
     largest): the largest logit, the sampled token's logit, the sum of e, and the sum of
-    e (logit - largest). tile_offset: of Tiles.load."""
+    e (logit - largest). tile_offset: [2], of Tiles.load."""
     tokens, D = hidden.shape
     block = min(_block(call, hidden), tokens)
 

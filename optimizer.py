@@ -54,7 +54,7 @@ def make_transformation(optimizer: Optimizer, model: ModelConfig) -> optax.Gradi
 
 def init_state(params: Params, *, optimizer: Optimizer, model: ModelConfig) -> TrainState:
     """The state before the first step; the optimizer's arrays are sharded like the parameters."""
-    # This is not jitted: with a traced parameter, zeros like it would lose its sharding.
+    # Not jitted, because zeros_like of a traced parameter would lose the parameter's sharding.
     opt_state = make_transformation(optimizer, model).init(params)
     state = TrainState(params=params, opt_state=opt_state)
     # Scalars are replicated, like the outputs of jit, so that the second call does not compile
@@ -96,9 +96,9 @@ def next_state(
 def compute_norms(
     state: TrainState, grads: Params, lr: jax.Array, optimizer: Optimizer, model: ModelConfig
 ) -> dict[str, jax.Array]:
-    """The norms of next_state. A program of its own, because the old state must survive a norm that
-    is not finite: a single program needs a quarter more memory on a TPU with jnp.where, and a third
-    more on eight of them with lax.cond."""
+    """The norms of next_state, in a separate program, because a non-finite norm must leave the old
+    state intact. A single program that selects the state would need a quarter more memory on a TPU
+    with jnp.where, and a third more on eight TPUs with lax.cond."""
     return next_state(state, grads, lr, optimizer, model)[1]
 
 

@@ -48,7 +48,7 @@ class RolloutConfig:
     reward_weights: tuple[float, ...]  # the weight of each function in the total reward
     environments: "Environments | None"  # None: a completion is a single turn of the policy
     max_turns: int  # the most turns of the policy in a completion
-    global_length: int  # the least S
+    global_length: int  # prompts are padded to at least this S
     max_prompt_width: int  # S+1 for the longest prompt of the run
     stop_signal: StopSignal
 
@@ -126,9 +126,9 @@ def completion_texts(
 def completion_text(
     rollout: RolloutConfig, prompts: list[data.Prompt], completions: Completions | Batch, i: int
 ) -> str:
-    """The text that is rewarded: that of the last turn of completion i, after a <think> tag that
-    the chat template has opened in the prompt."""
-    ids = [ids for is_drawn, ids in completion_parts(completions, i) if is_drawn][-1]
+    """The text that is scored: the last turn of completion i, preceded by <think> if the chat
+    template opens this tag at the end of the prompt."""
+    ids = [ids for is_sampled, ids in completion_parts(completions, i) if is_sampled][-1]
     prompt = prompts[i * len(prompts) // len(completions.lengths)]
     return data.open_think_tag(prompt, rollout.tokenizer) + decode_part(rollout, ids)
 
@@ -141,13 +141,13 @@ def decode_part(rollout: RolloutConfig, ids: list[int]) -> str:
 
 
 def completion_parts(completions: Completions | Batch, i: int) -> list[tuple[int, list[int]]]:
-    """The tokens of completion i, turn by turn: (1, tokens that the policy has drawn), then
+    """The tokens of completion i, turn by turn: (1, tokens that the policy has sampled), then
     (0, tokens of the environment's message), and so on."""
     length = completions.lengths[i]
     ids = completions.completion_ids[i, :length].tolist()
     mask = completions.sampled_mask[i, :length].tolist()
     parts = itertools.groupby(zip(mask, ids, strict=True), key=operator.itemgetter(0))
-    return [(is_drawn, [token for _, token in part]) for is_drawn, part in parts]
+    return [(is_sampled, [token for _, token in part]) for is_sampled, part in parts]
 
 
 def reward_completions(
@@ -162,8 +162,8 @@ def reward_completions(
         name: [prompt.columns.get(name) for prompt in prompts for _ in range(K)]
         for name in prompts[0].columns
     }
-    ids, is_drawn = completions.completion_ids, completions.sampled_mask > 0
-    columns["completion_ids"] = [x[mask].tolist() for x, mask in zip(ids, is_drawn, strict=True)]
+    ids, is_sampled = completions.completion_ids, completions.sampled_mask > 0
+    columns["completion_ids"] = [x[mask].tolist() for x, mask in zip(ids, is_sampled, strict=True)]
     if rollout.environments is not None:
         columns["environments"] = completions.sequence_ids.tolist()
     return total_rewards(texts, columns, rollout.functions, rollout.reward_weights)
@@ -188,11 +188,11 @@ def gather_batch(
     del arrays["sequence_ids"]
     arrays |= {"rewards": rewards, "function_rewards": function_rewards}
     arrays["completion_mask"] = completions.sampled_mask
-    # A completion has stopped if its last token is a stop token that the policy has drawn.
+    # A completion has stopped if its last token is a stop token that the policy has sampled.
     last = completions.lengths[:, None] - 1
     last_ids = np.take_along_axis(completions.completion_ids, last, axis=1)[:, 0]  # [count]
-    is_drawn = np.take_along_axis(completions.sampled_mask, last, axis=1)[:, 0] > 0  # [count]
-    arrays["stopped"] = np.isin(last_ids, stop_ids) & is_drawn
+    is_sampled = np.take_along_axis(completions.sampled_mask, last, axis=1)[:, 0] > 0  # [count]
+    arrays["stopped"] = np.isin(last_ids, stop_ids) & is_sampled
     return Batch(prompts, **gather_processes(arrays))
 
 

@@ -50,8 +50,8 @@ from infra.sizes import prompt_share, prompt_width
 # most GRID_VALUES, and they are at least S_STEP or C_STEP apart. Where C is above LONG_C, the step
 # of S grows with it: padding of prompts costs less there than compiling a program for each S.
 GRID_VALUES, S_STEP, C_STEP, LONG_C = 4, 128, 256, 2048
-# Short completions fit in greater numbers into a row, but at most this many times as many as those
-# of T tokens: this bounds the arrays [X*Q, T].
+# A row holds more short completions than completions of T tokens, but at most this many times as
+# many, which bounds the arrays [X*Q, T].
 SHORT_SEQUENCES = 8
 
 
@@ -65,7 +65,7 @@ class Batch(NamedTuple):
     completion_mask: np.ndarray
     lengths: np.ndarray  # [B] int32 tokens, stop tokens and an environment's tokens included
     sampling_logps: np.ndarray  # [B, T] float32 nats
-    decode_steps: np.ndarray | None = None  # [B] int32, of the sequence and its padding
+    decode_steps: np.ndarray | None = None  # [B] int32, as in Completions
     sampled_mask: np.ndarray | None = None  # [B, T] int32, 1 on tokens that the policy sampled
     stopped: np.ndarray | None = None  # [B] bool: it ended with a stop token and was not cut off
     rewards: np.ndarray | None = None  # [B] float64, weighted total; NaN: no function applies

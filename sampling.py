@@ -42,7 +42,7 @@ class Stopping(NamedTuple):
     """What ends a completion, and the id of padding."""
 
     max_length_sample: int  # T: the most tokens of a completion
-    stop_ids: tuple[int, ...]  # a completion ends with the first of these that is drawn
+    stop_ids: tuple[int, ...]  # a completion ends with the first of these that is sampled
     pad_id: int
 
 
@@ -70,7 +70,7 @@ class NaiveBackend:
         self._drop_ended = drop_ended
         self._weights: Params | None = None
 
-    @attribute_oom_to("the copy of the weights that samples")
+    @attribute_oom_to("the rollout's copy of the weights")
     def update_weights(self, params: Params) -> None:
         """Copies the weights to the dtype and the layout of the rollout, and waits for it."""
         copy = sync_weights(self._compute)(params)
@@ -126,8 +126,10 @@ class NaiveBackend:
         arrays = concatenate_trees(parts)
         order = np.argsort(arrays["sequence_ids"])  # sequences were dropped in another order
         arrays = {name: x[order] for name, x in arrays.items()}
-        is_drawn = np.arange(stopping.max_length_sample) < arrays["lengths"][:, None]  # [count, T]
-        return Completions(sampled_mask=is_drawn.astype(np.int32), **arrays)
+        is_sampled = (
+            np.arange(stopping.max_length_sample) < arrays["lengths"][:, None]
+        )  # [count, T]
+        return Completions(sampled_mask=is_sampled.astype(np.int32), **arrays)
 
     def release(self) -> None:
         """Frees the copy of the weights until the next update_weights."""
@@ -172,8 +174,8 @@ def decode_all(
     stopping: Stopping,
     drop: bool,
 ) -> list[dict[str, np.ndarray]]:
-    """The finished sequences of this process: a dict for each time at which sequences leave the
-    batch, with their sequence_ids and the other arrays of Completions but sampled_mask.
+    """The finished sequences of this process: one dict each time that sequences leave the batch,
+    with the arrays of Completions except sampled_mask.
 
     drop: sequences that have ended are dropped, and the batch shrinks to sizes of smaller_batches.
     """
@@ -190,7 +192,7 @@ def decode_all(
         while True:
             pause_at = sizes[0] if sizes else 0
             # decode donates its argument. On a CPU, donating an array whose computation ran out of
-            # memory waits forever; waiting here raises the error instead.
+            # memory hangs; block_until_ready raises the error instead.
             decoding = jax.block_until_ready(decoding)
             decoding = decode(
                 params, compute, decoding, np.int32(pause_at), sampling=sampling, stopping=stopping
@@ -276,7 +278,7 @@ def begin_decoding(
     sampling: Sampling,
     stopping: Stopping,
 ) -> Decoding:
-    """The sequences before their first token, without `prompt`, which the caller has.
+    """The Decoding before the first token, without `prompt`, which the caller adds.
 
     prompt_ids, prompt_mask: [P, S+1] int32. prefix: from prefill. sequence_ids, earlier_tokens:
     [B] int32. width: tokens of the caches.

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from extras.turns import Environments
 
 
-LONG_THOUGHT = 4096  # tokens; with a lower MAX_LENGTH_SAMPLE models that think are mostly cut off
+LONG_THOUGHT = 4096  # tokens; a lower MAX_LENGTH_SAMPLE truncates most answers of reasoning models
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,7 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
             out, cfg.checkpoint_dir, cfg.save_keep, cfg.save_every_steps
         )
         backend = make_backend(run)
-        with attribute_oom_to("what holds the weights and the optimizer's state"):
+        with attribute_oom_to("the arrays of the weights and the optimizer state"):
             model, optimizer = run.learner.compute.model, run.learner.optimizer
             wanted = {"state": abstract_state(model, run.learner.compute.layout.mesh, optimizer)}
             arrays, progress = resume.begin_or_resume(
@@ -582,7 +582,7 @@ def make_eval_sampling(cfg: Config) -> Sampling:
 def make_learner(
     cfg: Config, sizes: Sizes, compute: ComputeConfig, S: int, pad_id: int
 ) -> LearnerConfig:
-    """The learner of a run. S: the padded tokens of its longest prompt but the last one."""
+    """The learner of a run. S: the padded length of its longest prompt without the last token."""
     shards, processes = compute.layout.batch_shards, sizes.global_batch // sizes.local_batch
     chunk = CHUNK if compute.model.qwen35 else 1  # it divides LANES
     limits = RowLimits(

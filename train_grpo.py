@@ -2,16 +2,16 @@
 
 A step samples K completions of each of P prompts, rewards them, compares each completion with the
 others of its prompt, and makes the better ones more likely. Read `main` from top to bottom. The
-formulas are in loss.py, the phases of a rollout in rollout.py, the jitted programs in sampling.py
-and update.py. startup.py has everything before the first step, and the export after the last one.
+formulas are in loss.py, the phases of a rollout in rollout.py, the jitted programs in sampling.py,
+update.py and optimizer.py. startup.py has what happens before the first step, and the export.
 
 Dimensions: P prompts of a step, K completions per prompt, B = P*K sequences of a step, of which
-each process samples local_batch. T completion tokens, padded to MAX_LENGTH_SAMPLE. X rows of Q
-sequences on devices.
+each process samples local_batch. T completion tokens, padded to MAX_LENGTH_SAMPLE. X packed
+rows of Q sequences on the devices.
 
 A data.Prompt is a question and its ids. Each process samples its Completions (sampling.py).
 gather_batch turns them into a Batch: NumPy arrays of all sequences, on every process.
-pack_to_devices turns a Batch into MicroBatches: rows on the devices, drawn in rows.py.
+pack_to_devices turns a Batch into MicroBatches: packed rows on the devices (picture: rows.py).
 
 This departs from the GRPO paper (arXiv 2402.03300) in five points, as most of the field does:
  1. The loss is the mean over all completion tokens of an update; by default a step has one update.
@@ -29,11 +29,14 @@ This departs from the GRPO paper (arXiv 2402.03300) in five points, as most of t
 """
 # ruff: noqa: E402 - settings are read and checked before jax is imported
 
+import signal
 import sys
 
 from config import Config, load
 
 if __name__ == "__main__":
+    # Python's handler of Ctrl-C would print a traceback of the imports, or be lost in one of them.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     # This ends the program for --print-config and for mistakes.
     CFG, FLAGS, LINES = load(sys.argv[1:])
 
@@ -51,12 +54,12 @@ from loss import group_advantages, top_entropy_mask
 from metrics import (
     PHASES,
     Step,
+    describe_drift,
     drift_level,
     dynamic_sampling_metrics,
     log_step,
     merge_updates,
     nonfinite_metric,
-    raise_if_logps_differ,
 )
 from model.layout import slice_of_process
 from model.params import Params, combine_params
@@ -168,8 +171,11 @@ def main(cfg: Config) -> None:
             metrics["learning_rate"] = lr
             sampled_tokens = sum(int(sampled.sampled_mask.sum()) for sampled in rounds)
             log_step(run, lifecycle.log, Step(step, metrics, batch, sampled_tokens, clock))
-            if step == first_step:
-                raise_if_logps_differ(metrics, drift_level(cfg, learner.compute, rollout.compute))
+            level = drift_level(cfg, learner.compute, rollout.compute)
+            if step == first_step and (drift := describe_drift(metrics, level)):
+                if step == 0:
+                    raise RuntimeError(drift)
+                lifecycle.log.print_line(f"note step={step}: {drift}")
 
             lifecycle.finish_step(len(rounds), nonfinite_metric(metrics))
 

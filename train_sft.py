@@ -17,6 +17,7 @@ Dimensions: P = B demonstrations of a step, T completion tokens, padded to MAX_L
 # ruff: noqa: E402 - settings are read and checked before jax is imported
 
 import dataclasses
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,8 @@ def customize_settings(settings: dict[str, Any], layers: dict[str, str]) -> list
 
 
 if __name__ == "__main__":
+    # Python's handler of Ctrl-C would print a traceback of the imports, or be lost in one of them.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     # This ends the program for --print-config and for mistakes.
     CFG, FLAGS, LINES = load(sys.argv[1:], customize=customize_settings)
 
@@ -89,7 +92,7 @@ def main(cfg: Config) -> None:
         return combine_params(learner.base, state.params)
 
     def evaluate_now(full: bool = False) -> float:
-        """The score that is highest for the best checkpoint: the accuracy, or without a REWARD_FN
+        """The score by which the best checkpoint is chosen: the accuracy, or without a REWARD_FN
         exp(-loss), the geometric mean of the probabilities of the tokens trained on."""
         loss = evaluate_loss(run, lifecycle.log, params(), lifecycle.progress.step, full)
         if not run.rollout.functions:
@@ -114,7 +117,7 @@ def main(cfg: Config) -> None:
             if step == 0:  # for people to check
                 ids = batch.completion_ids[0][batch.completion_mask[0] > 0]
                 text = escape_control_characters(shorten(run.rollout.tokenizer.decode(ids)))
-                lifecycle.log.print_line(f"trained on, of {batch.prompts[0].source}: {text}")
+                lifecycle.log.print_line(f"first demonstration, {batch.prompts[0].source}: {text}")
 
             # ---- Update --------------------------------------------------------------------------
             lr = learning_rate(step, run.schedule)
@@ -141,7 +144,7 @@ def batch_of(demonstrations: list[Demonstration], T: int) -> Batch:
     lengths = np.array([len(x.completion_ids) for x in demonstrations], np.int32)  # [B]
     for i, x in enumerate(demonstrations):
         ids[i, : lengths[i]], mask[i, : lengths[i]] = x.completion_ids, x.completion_mask
-    logps = np.zeros((B, T), np.float32)  # of a sampler, which there is not
+    logps = np.zeros((B, T), np.float32)  # placeholder: there is no sampler
     return Batch(demonstrations, ids, mask, lengths, logps, advantages=np.ones(B))
 
 
@@ -198,7 +201,7 @@ if __name__ == "__main__":
             import_side_file("tools.plan", "--plan").plan_and_exit(CFG, FLAGS)
         if FLAGS.eval_only or FLAGS.ask:
             remedy = "set MODEL_PATH to the export for it, and choose another OUTPUT_DIR"
-            raise UserMistake(f"--ask and --eval-only are of train_grpo.py; {remedy}")
+            raise UserMistake(f"--ask and --eval-only belong to train_grpo.py; {remedy}")
     except UserMistake as error:
         exit_with_mistakes(error)
     print(*LINES, sep="\n", flush=True)

@@ -54,8 +54,8 @@ class LearnerConfig:
 
 
 def loss_counts(batch: Batch) -> dict[str, np.ndarray]:
-    """The counts by which policy_loss divides, by their names there, over all sequences of an
-    update: float32 and at least 1."""
+    """The denominators of policy_loss, by the names of its arguments, counted over all sequences of
+    an update: float32 and at least 1."""
     counts = {"num_tokens": batch.completion_mask.sum(), "num_sequences": len(batch.lengths)}
     top_mask = batch.completion_mask if batch.top_mask is None else batch.top_mask
     counts["num_top_tokens"] = top_mask.sum()
@@ -66,8 +66,8 @@ def loss_counts(batch: Batch) -> dict[str, np.ndarray]:
 def compute_logps_and_entropies(
     params: Params, micro_batch: MicroBatch, temperature: float, compute: ComputeConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """The log-probabilities of the completion tokens, and the entropies over the vocabulary where
-    they are drawn, both [X*Q, T] float32 nats.
+    """The log-probabilities of the completion tokens, and the entropies of the distributions over
+    the vocabulary at their positions, both [X*Q, T] float32 nats.
 
     params: all weights; their layers may be stacked, or arranged by arrange_layers.
     """
@@ -178,8 +178,8 @@ def compute_batch_logps_and_entropies(
     learner: LearnerConfig, params: Params, batch: Batch
 ) -> np.ndarray:
     """[2, B, T] float32 nats, on every process: the log-probabilities of the completion tokens, and
-    the entropies over the vocabulary where they are drawn. Both are 0 for sequences that are not
-    computed, and undefined on padding."""
+    the entropies of the distributions over the vocabulary at their positions. Both are 0 for
+    sequences that are not computed, and undefined on padding."""
     logps_and_entropies = np.zeros((2, *batch.completion_ids.shape), np.float32)
     sequences = computed_sequences(batch, learner.skips_zero_advantages)
     micro_batches = pack_to_devices(learner, batch, sequences)

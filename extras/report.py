@@ -41,7 +41,7 @@ from infra.log import (
     replace_file,
     run_state,
 )
-from infra.mistakes import UserMistake, exit_with_mistakes, in_one_line, reading, writing
+from infra.mistakes import UserMistake, exit_with_mistakes, in_one_line, writing
 from infra.resume import RUN
 from infra.settings import yaml_lines
 from metrics import completion_facts
@@ -67,7 +67,7 @@ class History(NamedTuple):
     evals: list[Record]  # the records of evaluations of EVAL_PROMPTS questions
     state: str  # of the run, see infra/log.py
     why: str  # the reason for this state
-    run_json: Record = {}  # the values of this file, see infra/resume.py
+    run_json: Record  # the values of this file, see infra/resume.py
 
 
 def read_history(out: Path) -> History:
@@ -457,8 +457,8 @@ def print_comparison(names: list[str], histories: list[History]) -> None:
     differences = {key: f"{key} {a.get(key)} and {b.get(key)}" for key in keys}
     measures = [text for key, text in differences.items() if key in MEASURES]
     a_made_with, b_made_with = (run.run_json.get("made_with", {}) for run in histories)
-    for key, digest in a_made_with.items():
-        if key.startswith("the file of REWARD_FN") and b_made_with.get(key, digest) != digest:
+    for key in a_made_with | b_made_with:
+        if key.startswith("the file of REWARD_FN") and a_made_with.get(key) != b_made_with.get(key):
             measures.append(key)
     if measures:
         print(f"note: the metrics of both runs are not comparable: {', '.join(measures)}")
@@ -522,8 +522,11 @@ def draw_picture(names: list[str], histories: list[History], file: Path) -> None
     right.set(xlabel="step", ylabel="mean reward of the step")
     for plot in (left, right):
         plot.grid(alpha=0.3)
-    with reading(f"--out {file} cannot be written"):  # matplotlib may not know the ending
-        figure.savefig(file, dpi=120)
+    try:
+        with writing(f"--out {file}", UserMistake):
+            figure.savefig(file, dpi=120)
+    except ValueError as error:  # matplotlib does not know the ending
+        raise UserMistake(f"--out {file} cannot be written: {error}") from None
     print(file)
 
 

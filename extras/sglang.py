@@ -61,7 +61,7 @@ PAGE_TOKENS = {"tpu": 128, "cpu": 1}  # tokens in a page of keys and values
 SPARE_TOKENS = 8  # positions that the engine needs beyond the longest prompt and its completion
 
 
-def raise_if_no_platform_of_engine(platform: str) -> None:
+def raise_if_platform_unsupported(platform: str) -> None:
     """Raises UserMistake if the engine has no programs for this platform of jax."""
     if platform not in PAGE_TOKENS:
         raise UserMistake(f"{SETTING} needs a TPU, or a CPU for tests, not a {platform}; {NAIVE}")
@@ -75,7 +75,7 @@ def import_engine(devices: Sequence[jax.Device]) -> Any:
             f"{SETTING} runs in one process, and {count} have joined: each engine schedules on its "
             f"own, so the programs of the processes would differ; {NAIVE}"
         )
-    raise_if_no_platform_of_engine(platform)
+    raise_if_platform_unsupported(platform)
     logging.getLogger("sgl_jax").setLevel(logging.ERROR)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
@@ -104,7 +104,7 @@ def raise_if_engine_cannot_compute(
     longest: tokens of the longest prompt. devices: of the run.
     """
     platform, needed = devices[0].platform, context_tokens(cfg.max_length_sample, longest)
-    raise_if_no_platform_of_engine(platform)
+    raise_if_platform_unsupported(platform)
     for name, unit in (("context_length", 1), ("max_total_tokens", PAGE_TOKENS[platform])):
         tokens = getattr(cfg, f"sglang_jax_{name}")
         if tokens and tokens // unit * unit < needed:
@@ -233,7 +233,7 @@ class SglangBackend:
         self._shapes = take_weights(self._runner.model)
         self.release()
 
-    @attribute_oom_to("the copy of the weights that samples")
+    @attribute_oom_to("the rollout's copy of the weights")
     def update_weights(self, params: Params) -> None:
         """Gives the engine these weights, and memory for keys and values.
 

@@ -7,7 +7,7 @@ docs/turns.md describes the class. The objects live in a reward worker (infra/re
 
 A completion consists of the tokens that the policy draws in its first turn, the tokens of the
 environment's message with the markers of the chat template, the tokens of the policy's second turn,
-and so on. Tokens that the policy has drawn are never decoded and tokenized again.
+and so on. Tokens that the policy has sampled are never decoded and tokenized again.
 """
 
 import json
@@ -149,7 +149,7 @@ class Environments:
 
     def _raise_if_unsuitable(self) -> None:
         """Raises UserMistake if the chat template does not describe tools to the model, or if it
-        renders earlier turns with other tokens than the policy has drawn."""
+        renders earlier turns with other tokens than the policy has sampled."""
         start = self._render([])
         if self.chat_format.tools and "<tool_call>" not in start:
             raise UserMistake(
@@ -240,7 +240,7 @@ class Environments:
             for start in range(0, count, size):
                 rollout.stop_signal.raise_if_stopped()
                 members = unfinished[start : start + size]
-                # An unused slot gets the length T, so that no token is drawn for it.
+                # An unused slot gets the length T, so that no token is sampled for it.
                 unused = size - len(members)
                 filled = ids[start : start + size] + [[pad_id]] * unused
                 prompt_ids, prompt_mask = data.pad_prompts(filled, width, pad_id)

@@ -32,6 +32,7 @@ from infra.mistakes import Unwritable, UserMistake, in_one_line, writing
 
 RECORD, ARRAYS = "record", "arrays"  # the items of a checkpoint, folders in its folder
 FORMAT = 3  # of the record; other versions of this code may write other ones
+EARLIER_HOOK = sys.unraisablehook
 SAVE_LIMIT_S = 1200  # the time in which all processes must have written a checkpoint
 
 
@@ -70,7 +71,8 @@ class Checkpoints:
         Raises UserMistake if this process cannot look into the folder, such as one in a bucket.
         """
         # Threads of orbax log the tracebacks of errors that this class raises again.
-        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         sys.unraisablehook = _print_unless_loop_is_closed
         self.local = "://" not in folder
         self.folder = str(Path(folder).resolve()) if self.local else folder.rstrip("/")
@@ -229,8 +231,9 @@ class Checkpoints:
 def _print_unless_loop_is_closed(unraisable: "sys.UnraisableHookArgs") -> None:
     """Replaces sys.unraisablehook. When the write of an array fails, orbax closes its event loop,
     and the writes of the other arrays call it in vain from threads of tensorstore."""
-    if str(unraisable.exc_value) != "Event loop is closed":
-        sys.__unraisablehook__(unraisable)
+    error = unraisable.exc_value
+    if not isinstance(error, RuntimeError) or str(error) != "Event loop is closed":
+        EARLIER_HOOK(unraisable)
 
 
 def _read_on_all(read: Callable[[], Any]) -> tuple[Any, str]:

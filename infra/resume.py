@@ -118,7 +118,7 @@ def read_run(out: Path) -> dict[str, Any]:
             if not (out / RUN).is_file():
                 raise UserMistake(
                     f"OUTPUT_DIR={out} has records, such as {files[0].name}, but no {RUN}, which "
-                    f"says what run wrote them; choose another folder"
+                    f"says which run wrote them; choose another folder"
                 )
             text, has_saved = (out / RUN).read_text(encoding="utf-8"), (out / SAVED).exists()
     text, has_saved = json.loads(gather_texts(json.dumps([text, has_saved]))[0])

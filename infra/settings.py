@@ -212,8 +212,7 @@ def parse(field: dataclasses.Field, text: str, label: str) -> Value:
     if choices and text not in (field.default, *choices.split("|")):
         ours = OTHER_VALUES.get(text)
         here = f"; {text} is called {ours} here" if ours in choices.split("|") else ""
-        listed = choices.removesuffix("|sft")  # train_sft.py sets this LOSS_TYPE itself
-        raise UserMistake(f"{label}={text!r} is not one of {listed}{here}")
+        raise UserMistake(f"{label}={text!r} is not one of {choices}{here}")
     if form and not re.fullmatch(form, text):
         raise UserMistake(f"{label}={text!r} does not have the right form: {help}")
     if field.type is str:

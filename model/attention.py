@@ -1,7 +1,7 @@
 """Attention of packed rows in training and prefill, and of one new token with its cache in decode.
 
-All scores of a row are computed at once. For long rows network.py takes the same attention from
-blocks.py, which skips what no token sees, or from splash.py, which does so with a TPU kernel.
+All scores of a row are computed at once. For long rows network.py computes the same attention with
+blocks.py, which skips fully masked blocks, or with splash.py, which does so in a TPU kernel.
 
 Dimensions: X rows of t = S + C tokens, S slots for prompts and C for completions; in decode B
 sequences of P prompts, S prompt tokens and T completion tokens; L layers, H query heads, N kv
@@ -92,8 +92,8 @@ class Cache(NamedTuple):
 
 
 class PackedRows(NamedTuple):
-    """Which tokens a token of a packed row sees: those of its prompt and of its own completion up
-    to itself. rows.py draws a row and its mask."""
+    """The attention mask of packed rows: a token attends to its prompt and to its own completion,
+    up to itself. rows.py has a picture of a row and its mask."""
 
     segment_ids: jax.Array  # [X, t] int32, the index of the token's prompt in the row; -1: padding
     start: jax.Array  # [X, t] int32, the slot at which the token's prompt or completion begins
@@ -194,9 +194,8 @@ def _attend_at_once(q: jax.Array, parts: list[tuple[KV, jax.Array]], layout: Lay
         part = _unnormalized(grouped, kv, mask[:, None])
         part = [x.reshape(P, N, share, queries, -1).swapaxes(1, 2) for x in part]
         scored.append([constrain_batch(x.reshape(X, N, queries, -1), layout) for x in part])
-    maxima, totals, values = zip(
-        *scored, strict=True
-    )  # the sums are relative to the part's maximum
+    # The sums of a part are relative to its own maximum.
+    maxima, totals, values = zip(*scored, strict=True)
     max_score = functools.reduce(jnp.maximum, maxima)  # [X, N, queries, 1]
     scales = [jnp.exp(x - max_score) for x in maxima]
     total = sum(scale * x for scale, x in zip(scales, totals, strict=True))

@@ -144,8 +144,8 @@ def _forward(
 
 
 def _backward(S: int, residuals: Any, grad_out: jax.Array) -> Any:
-    """The gradients of q, k and v. It computes the weights again from the scores and the logarithm
-    of their sum."""
+    """The gradients of q, k and v. The attention weights are recomputed from the scores and their
+    logsumexp."""
     q, k, v, tokens, pairs, count, out, log_total = residuals
     inner = (grad_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
 

@@ -46,9 +46,9 @@ TEMPLATES = "additional_chat_templates"  # a folder with named chat templates, s
 MORE_TOKENS = 16
 MARKERS = ("config.json", "adapter_config.json")  # of a complete folder: a model, or adapters
 EXPORTED = "exported_from.json"  # marks an exported model, which a later export may replace
-# In files of a model that also sees images the names of text tensors, of which the second part is
-# left out, and the prefixes of tensors that are not read: of images, and of Qwen3.5's prediction of
-# several tokens at once.
+# Checkpoints of multimodal models: OF_TEXT matches the prefix of text tensors, from which
+# "language_model." is stripped; NOT_READ are the prefixes of tensors that are not read, of the
+# vision tower and of Qwen3.5's multi-token prediction (MTP).
 OF_TEXT, MTP = re.compile(r"^(base_model\.model\.)?(model\.)?language_model\."), "mtp."
 NOT_READ = ("vision_tower.", "multi_modal_projector.", "model.visual.", MTP)
 # model_type of a model that also sees images -> the architecture of its text part
@@ -67,8 +67,8 @@ ONLY = {
     "use_bidirectional_attention": False,
     "attn_output_gate": True,  # of Qwen3.5
 }
-# Keys that a config.json must have, though transformers has defaults: some for Gemma 3, of which
-# large models leave out the others, and some for the other families.
+# Keys that a config.json must have, although transformers has defaults. The list of Gemma 3 is
+# shorter, because its large models leave out the other keys.
 SIZES = ["hidden_size", "intermediate_size", "num_hidden_layers"]
 REQUIRED_OF_GEMMA = [*SIZES, "sliding_window"]
 REQUIRED = [*SIZES, "vocab_size", "num_attention_heads", "rms_norm_eps", "max_position_embeddings"]

@@ -1,4 +1,4 @@
-"""Matrices in 8 bits, for a base that LoRA never changes: int8 values with a float32 scale for each
+"""Weight-only int8 quantization of LoRA's frozen base: int8 values with a float32 scale for each
 column.
 
 The scale of a column is its largest magnitude / 127, and its numbers are rounded to the nearest

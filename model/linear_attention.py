@@ -96,7 +96,7 @@ def linear_attention_token(
     q, k, v = _heads(_split_channels(jax.nn.silu(summed), sizes), sizes)
     q, k = (jnp.repeat(y, v.shape[1] // y.shape[1], axis=1) for y in (q, k))  # [B, N*M, dk]
     decayed = state.delta * jnp.exp(g)[..., None, None]
-    # Both products with the old state are of one pass over it.
+    # Both products with the old state are computed in one pass over it.
     key_read, query_read = ((decayed * y[..., None]).sum(axis=-2) for y in (k, q))  # [B, N*M, dv]
     correction = beta[..., None] * (v - key_read)
     delta = decayed + k[..., None] * correction[..., None, :]
@@ -293,8 +293,8 @@ def _inverse(system: jax.Array) -> jax.Array:
     """(1 + system)^-1 of strictly lower triangular matrices [..., c, c]; c is a power of two.
 
     Blocks along the diagonal are inverted, then those of twice their size, and so on: with M below
-    the blocks D it is D^-1 - D^-1 M D^-1. (A program with jax's triangular_solve waits forever on
-    a CPU of two cores.)
+    the blocks D it is D^-1 - D^-1 M D^-1. (A program with jax's triangular_solve hangs on a
+    CPU with two cores.)
     """
     c = system.shape[-1]
     row, column = jnp.arange(c)[:, None], jnp.arange(c)

@@ -130,7 +130,7 @@ def _shard_sums(
     if tiles == 1:
         return jax.tree.map(lambda x: x[None], tile_sums((shard, jnp.int32(0))))
     shard = jnp.pad(shard, ((0, tiles * tile - height), (0, 0))).reshape(tiles, tile, D)
-    # Backward gets the largest logits, because it would need one more pass to compute them again.
+    # The largest logits are saved for backward: recomputing them would take one more pass.
     policy = jax.checkpoint_policies.save_only_these_names("largest")
     checkpointed = jax.checkpoint(tile_sums, policy=policy, prevent_cse=False)
     return jax.lax.map(checkpointed, (shard, jnp.arange(tiles) * tile))

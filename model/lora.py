@@ -86,7 +86,7 @@ def read_lora(cfg: "Config", model: ModelConfig, adapters: Path | None) -> Lora 
         if name not in matrices:
             source = f"MODEL_PATH={adapters}" if adapters else f"LORA_TARGETS={cfg.lora_targets}"
             raise UserMistake(f"{source}: {name!r} is none of {','.join(matrices)}")
-    if adapters:  # for mistakes in its tensors
+    if adapters:  # open_tensors raises if some do not match
         table = param_table(dataclasses.replace(model, lora=lora))
         hf.open_tensors(adapters, trainable_params(table))
     return lora._replace(int8_base=cfg.lora_base_dtype == "int8")

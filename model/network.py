@@ -11,7 +11,7 @@ computes only keys and values, and the hidden state of token i predicts completi
 
 A training input is a row of such prompts and completions, end to end (rows.py).
 
-The loop over layers goes by periods. In Qwen3.5 a period is some linear layers, which have a state
+The layer loop iterates over periods. In Qwen3.5 a period is some linear layers, which have a state
 instead of keys and values (linear_attention.py), and then a layer with full attention. In the other
 families it is a single layer.
 
@@ -64,7 +64,7 @@ class ComputeConfig(NamedTuple):
     model: ModelConfig
     dtype: np.dtype  # of matmuls and activations; softmax, norms and rotary angles are float32
     layout: Layout
-    remat: str = "none"  # what backward computes again; full: all; dots: all but matmuls
+    remat: str = "none"  # what backward recomputes; full: all; dots: all but matmuls
     logps_kernel: "Kernel | None" = None  # in place of token_logps, without a support
     attention_impl: str = "xla"  # or splash, the TPU kernel of splash.py
     layer_loop: str = "scan"  # unroll: the program has code, arrays and caches for each layer
@@ -117,7 +117,7 @@ def forward(
         options = dict(policy=saved[compute.remat], prevent_cse=False)  # in a scan
         layer, linear_layer = (jax.checkpoint(f, **options) for f in (layer, linear_layer))
 
-    def period(
+    def run_period(
         x: jax.Array, w_and_variant: tuple[LayerWeights, jax.Array | None]
     ) -> tuple[jax.Array, KV]:
         (*linear, full), variant, states = w_and_variant[0].layers_of_period(), w_and_variant[1], []
@@ -131,10 +131,10 @@ def forward(
     kvs: KV | tuple[KV, ...] = ()
     if isinstance(params.layers, Layers):
         weights = LayerWeights(params.layers, params.adapters)
-        x, kvs = jax.lax.scan(period, x, (weights, _variant(model)))
+        x, kvs = jax.lax.scan(run_period, x, (weights, _variant(model)))
     else:
         for i in range(model.num_periods):
-            x, kv = period(x, (_weights_of_period(params, i), _variant(model, i)))
+            x, kv = run_period(x, (_weights_of_period(params, i), _variant(model, i)))
             kvs = (*kvs, kv)
     hidden = _rms_norm(x, params.final_norm, model) / model.logits_divisor
     return hidden.reshape(*ids.shape, -1), kvs
@@ -151,7 +151,7 @@ def forward_token(
     """
     rotary = _rotary(compute.model, position[:, None])
 
-    def period(i: int | jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+    def run_period(i: int | jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         x, completion = carry
         (*linear, w), states = _weights_of_period(params, i).layers_of_period(), []
         for w_linear, state in zip(linear, select_layer(completion, i).states, strict=True):
@@ -171,10 +171,10 @@ def forward_token(
     carry = _embed(params.embed, token[:, None], compute), cache.completion
     if isinstance(params.layers, Layers):
         # A loop updates its carry in place; inputs and outputs of a scan would be copied.
-        carry = jax.lax.fori_loop(0, compute.model.num_periods, period, carry)
+        carry = jax.lax.fori_loop(0, compute.model.num_periods, run_period, carry)
     else:
         for i in range(compute.model.num_periods):
-            carry = period(i, carry)
+            carry = run_period(i, carry)
     x, completion = carry
     hidden = _rms_norm(x, params.final_norm, compute.model) / compute.model.logits_divisor
     return hidden, completion
@@ -212,8 +212,8 @@ class LayerWeights(NamedTuple):
         if lora is None or getattr(self.adapters, name) is None:
             return y
         a, b = getattr(self.adapters, name)
-        # With a result in float32 XLA does not join this product and x W; on GPUs it would copy W
-        # in addition to A for that, in every token.
+        # With a float32 result XLA does not merge this matmul with x W. On GPUs the merge would
+        # copy W and A into one matrix for every token.
         low = jnp.matmul(x, a, preferred_element_type=jnp.float32) * lora.scale
         return y + low.astype(x.dtype) @ b
 
@@ -221,10 +221,7 @@ class LayerWeights(NamedTuple):
         """The linear layers of the period, and then its full-attention layer."""
 
         def split(layers: Any) -> list[Any]:
-            return [
-                *(layers.linear_attention or []),
-                dataclasses.replace(layers, linear_attention=None),
-            ]
+            return [*(layers.linear or []), dataclasses.replace(layers, linear=None)]
 
         base = split(self.base)
         adapters = split(self.adapters) if self.adapters else [None] * len(base)
@@ -311,8 +308,8 @@ def _after_attention(
         return (y * model.residual_multiplier).astype(x.dtype)
 
     if attention_gate is not None:
-        openness = jax.nn.sigmoid(attention_gate.astype(jnp.float32)).astype(out.dtype)
-        out = out * openness.reshape(out.shape)
+        gate = jax.nn.sigmoid(attention_gate.astype(jnp.float32)).astype(out.dtype)
+        out = out * gate.reshape(out.shape)
     out = constrain(out.reshape(len(x), -1), layout, TRAIN_BATCH_AXES, "tp")
     y = constrain(w.project(out, "wo", lora), layout, TRAIN_BATCH_AXES)
     x = x + scaled(y, w.base.attn_post_norm)

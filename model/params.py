@@ -61,7 +61,7 @@ class Qwen35(NamedTuple):
     key_dim: int  # numbers of a key head
     value_dim: int
     taps: int  # of the convolution
-    rotated: int  # numbers of a head of full layers that are rotated, the first ones
+    rotated: int  # in full-attention layers, RoPE rotates this many first dimensions of a head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Layers:
     dt_bias: Any = None  # [value_heads]
     out_norm: Any = None  # [value_dim] float32
     # The linear layers by their index in a period. (A tuple would be unrolled layers.)
-    linear_attention: list["Layers"] | None = None
+    linear: list["Layers"] | None = None
 
 
 # Fields and kinds of leaves that are float32 in each copy of the weights, as in files of Qwen3.5.
@@ -226,13 +226,14 @@ def _in_int8(leaf: Leaf) -> Leaf:
 
 def _layer_table(model: ModelConfig) -> Layers:
     *linear, full = (_leaves_at(model, i) for i in range(model.num_layers // model.num_periods))
-    return dataclasses.replace(full, linear_attention=linear or None)
+    return dataclasses.replace(full, linear=linear or None)
 
 
 def _leaves_at(model: ModelConfig, index: int) -> Layers:
     """The leaves of the layers with this index in their periods."""
-    period, D, F = model.num_layers // model.num_periods, model.hidden_size, model.intermediate_size
-    numbers, block = range(index, model.num_layers, period), "model.layers.{}."
+    layers_per_period = model.num_layers // model.num_periods
+    D, F = model.hidden_size, model.intermediate_size
+    numbers, block = range(index, model.num_layers, layers_per_period), "model.layers.{}."
 
     L, leaf = len(numbers), functools.partial(Leaf, layers=numbers)
 
@@ -249,7 +250,7 @@ def _leaves_at(model: ModelConfig, index: int) -> Layers:
     gemma, after_attention = model.gemma3 is not None, "post_attention_layernorm.weight"
     # In the other families this is the name of the norm before the feed-forward.
     before_mlp = "pre_feedforward_layernorm.weight" if gemma else after_attention
-    if (sizes := model.qwen35) and index < period - 1:
+    if (sizes := model.qwen35) and index < layers_per_period - 1:
         attn, heads, width = "linear_attn.", sizes.value_heads, sizes.value_heads * sizes.value_dim
         channels = 2 * sizes.key_heads * sizes.key_dim + width
         taps = (L, channels, 1, sizes.taps), (None, "tp", None, None)

@@ -33,10 +33,10 @@ from model.splash import LANES, MAX_COMPLETION_TOKENS, MAX_ROW_TOKENS
 if TYPE_CHECKING:
     from config import Config
 
-# The longest time for which a chip may read its weights, once for every token. With more chips each
-# one reads less, but they send more to each other.
+# The longest time that a chip may take to read its weights once, as every decoded token requires.
+# With more chips each one reads less, but communication increases.
 READ_SECONDS = 1.25e-3
-# The largest share of a device's memory for weights that are there while a pass samples.
+# The largest fraction of a device's memory that weights may occupy during sampling.
 MEMORY_SHARE = 0.4
 
 
@@ -159,7 +159,7 @@ def choose_attention(
     if platform != "tpu":
         obstacle = f"it is a TPU kernel, and this is {platform}"
     elif model.head_dim % 64:
-        obstacle = f"it wants a head_dim that is a multiple of 64, not {model.head_dim}"
+        obstacle = f"it needs a head_dim that is a multiple of 64, not {model.head_dim}"
     elif model.gemma3:
         obstacle = "it has no sliding window, and Gemma 3 has"
     elif model.num_kv_heads % tp:
@@ -212,7 +212,7 @@ def rollout_tp(
 
 
 def own_device(devices: Sequence[jax.Device]) -> jax.Device:
-    """A device of this process, which alone can be asked for its memory, if it has one."""
+    """A device of this process, if it has one: only local devices report their memory."""
     return next((d for d in devices if d.process_index == jax.process_index()), devices[0])
 
 

@@ -84,7 +84,13 @@ def main() -> None:
         (folder / f"{name}.jsonl").write_text("".join(part), encoding="utf-8")
         print(f"{folder / name}.jsonl has {len(part)} questions")
     script = Path(sys.argv[0])
-    values = {
+    values = {  # those of docs/pretrained.md
+        "MODEL_PATH": "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "ROLLOUT_GLOBAL_BATCH_SIZE": 8,
+        "MAX_LENGTH_SAMPLE": 24,
+        "TEMPERATURE": 0.6,
+        "LEARNING_RATE": 3e-5,
+        "STEPS": 10,
         "DATASET": folder,
         "QUESTION_COLUMN": "problem",
         "SYSTEM_PROMPT": script.with_name("easy_math.json"),  # worked examples

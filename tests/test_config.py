@@ -216,7 +216,7 @@ BETA=1 KL_ESTIMATOR=k1 KL_BIAS_CORRECTION=0 -> KL_ESTIMATOR=k1 has no gradient o
 IS_MODE=sequence_mask TOP_P=0.9 SAMPLING_SUPPORT=full -> IS_MODE=sequence_mask with SAMPLING_SUPP
 LOSS_TYPE=dppo_tv IS_MODE=token_mask -> IS_MODE=token_mask corrects for the sampler, as LOSS_TYPE=dp
 LOSS_TYPE=vespo IS_MODE=sequence_mask -> IS_MODE=sequence_mask weights sequences, and LOSS_TYPE=vesp
-LOSS_TYPE=dppo_kl TOP_K=9 SAMPLING_SUPPORT=full -> LOSS_TYPE=dppo_kl would mistake TOP_K, TOP_P
+LOSS_TYPE=dppo_kl TOP_K=9 SAMPLING_SUPPORT=full -> LOSS_TYPE=dppo_kl would count TOP_K, TOP_P
 OFF_POLICY_MASK_THRESHOLD=1 MIN_P=0.1 SAMPLING_SUPPORT=full -> OFF_POLICY_MASK_THRESHOLD=1.0 would
 TOP_K=9 POLICY_LOSS_IMPL=pallas -> POLICY_LOSS_IMPL=pallas cannot replay the tokens that TOP_K,
 TOP_K=9 ROLLOUT_BACKEND=sglang_jax STEPS=0 -> ROLLOUT_BACKEND=sglang_jax cannot replay the tokens

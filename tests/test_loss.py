@@ -230,6 +230,12 @@ def test_bad_completions_that_the_policy_has_left_behind_are_dropped() -> None:
 # ---- Sampler weights and top tokens --------------------------------------------------------------
 
 
+def test_a_loss_type_of_no_objective_is_refused() -> None:
+    zeros = jnp.zeros((2, 3))
+    with pytest.raises(ValueError, match="LOSS_TYPE=ppo is not known"):
+        policy_loss(zeros, zeros, zeros[:, 0], zeros, 1.0, objective=Objective("ppo"))
+
+
 @pytest.mark.parametrize("limiting, below, beyond", [("truncate", 0.6, 3.0), ("mask", 0.0, 0.0)])
 def test_sampler_weights_by_hand(limiting: str, below: float, beyond: float) -> None:
     """Of a sequence they are the product: 2 * 1/2 * 4, 2, infinite, 0; NaN counts as 1. IcePop has

@@ -1,4 +1,4 @@
-"""Claims about optimizer.py: the optimizer, the learning rate, and the copies of the weights.
+"""Claims about optimizer.py, and about the copies of the weights (sampling.py).
 
 The reference of the optimizer is its formula in float64 numpy.
 """

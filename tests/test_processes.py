@@ -103,6 +103,20 @@ def test_tasks_of_srun_join_and_one_that_is_alone_on_its_node_takes_all_devices(
     assert arguments_of_jax(monkeypatch, "SLURM_NTASKS=4") == {}
 
 
+def test_a_tpu_is_a_device_of_google_that_is_no_disk_and_no_network_card(tmp_path: Path) -> None:
+    device = tmp_path / "0000:00:05.0"
+    device.mkdir()
+    for vendor, kind, tpu in (
+        ("0x1ae0", "0x120000", True),
+        ("0x10de", "0x030200", False),  # a GPU
+        ("0x1ae0", "0x020000", False),  # a network card of Google
+        ("0x1ae0", "0x010802", False),  # a disk of Google
+    ):
+        (device / "vendor").write_text(vendor + "\n")
+        (device / "class").write_text(kind + "\n")
+        assert hosts.has_tpu(tmp_path) is tpu, (vendor, kind)
+
+
 # ---- How processes end ---------------------------------------------------------------------------
 
 # The main thread does not come back to Python, as while a program is compiled.

@@ -59,7 +59,7 @@ from tools.bench import make_random_model
 from tools.plan import known_config
 from update import _add, compute_logps_and_entropies
 
-# Two groups of a linear and a full layer.
+# Two periods of a linear and a full layer.
 MODEL = dataclasses.replace(
     QWEN2,
     num_layers=4,
@@ -137,11 +137,11 @@ def full_layer(y: np.ndarray, w: Any, model: ModelConfig) -> np.ndarray:
 
 
 def reference(params: Params, ids: Sequence[int], model: ModelConfig = MODEL) -> np.ndarray:
-    """[n, V] float64: the logits after each of n tokens, of a model with groups of two layers."""
+    """[n, V] float64: the logits after each of n tokens, of a model with periods of two layers."""
     x = params.embed[list(ids)]
     for i in range(model.num_periods):
         full = jax.tree.map(lambda x, i=i: x[i], params.layers)
-        for w, attend in [(full.linear_attention[0], linear_layer), (full, full_layer)]:
+        for w, attend in [(full.linear[0], linear_layer), (full, full_layer)]:
             x = x + attend(rms(x, model) * (1 + w.attn_norm), w, model) @ w.wo
             y = rms(x, model) * (1 + w.mlp_norm)
             x = x + (silu(y @ w.gate) * (y @ w.up)) @ w.down

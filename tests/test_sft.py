@@ -505,7 +505,7 @@ def test_a_run_learns_evaluates_and_exports_and_its_records_say_so(undisturbed: 
         next(r["eval/loss"] for r in records if r["step"] == 5 and "eval/loss" in r), abs=1e-6
     )
     assert re.search(
-        r"^trained on, of .*conversations.jsonl example \d+: .*<\|im_end\|>$", lines, re.M
+        r"^first demonstration, .*conversations.jsonl example \d+: .*<\|im_end\|>$", lines, re.M
     )
     losses = [r["train-other/loss"] for r in records if "train-other/loss" in r]
     held_out = [r["eval/loss"] for r in records if "eval/loss" in r]

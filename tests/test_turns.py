@@ -714,7 +714,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return Saved(train(out, 2, SAVING, **SETTINGS))
 
 
-def completion_parts(sequence: Sequence) -> list[tuple[bool, list[int]]]:
+def parts_of(sequence: Sequence) -> list[tuple[bool, list[int]]]:
     """The turns and the messages of a completion."""
     starts = np.flatnonzero(np.diff(sequence.drawn, prepend=False))
     return [
@@ -731,7 +731,7 @@ def test_every_message_of_a_run_answers_the_turn_before_it_and_follows_from_its_
     for sequence in saved.sequences(0):
         prompt = text_of(sequence.prompt.tolist())
         question = re.search(r"user\n(.*?)( Think well\.){3} Code \d+\.<", prompt)[1]
-        echo, parts = Echo(), completion_parts(sequence)
+        echo, parts = Echo(), parts_of(sequence)
         echo.heard = [question]
         replies = [echo.reply(text_of(ids).removesuffix("<|im_end|>")) for _, ids in parts[::2]]
         assert [is_drawn for is_drawn, _ in parts] == [True, *[False, True] * (len(replies) - 1)]

@@ -106,7 +106,15 @@ def packed(share: int) -> list[np.ndarray]:
     prompts = [ids[mask == 1] for ids, mask in zip(PROMPT_IDS, PROMPT_MASK, strict=True)]
     unused = np.zeros((R, T), np.float32)
     batch = batch_of(prompts, COMPLETION_IDS, COUNTS.astype(np.int32), unused, unused[:, 0])
-    names = ("ids", "positions", "segment_ids", "start", "targets", "slots", "completion_mask")
+    names = (
+        "ids",
+        "positions",
+        "segment_ids",
+        "start",
+        "targets",
+        "target_slots",
+        "completion_mask",
+    )
     return [getattr(in_rows(batch, share), name) for name in names]
 
 

@@ -173,7 +173,7 @@ def test_an_answer_stands_under_its_own_step_where_another_step_has_none(tmp_pat
                 completion = COMPLETION | {"text": f"{question}{step}"}
                 entry = {"evaluation": "eval", "step": step, "question": question, "answer": "1"}
                 file.write(json.dumps(entry | {"completions": [completion]}) + "\n")
-    text = render_report(tmp_path, History({}, [], [], [], "done", ""))
+    text = render_report(tmp_path, History({}, [], [], [], "done", "", {}))
     shown = re.findall(r"<td>(?:<pre>)?([^<]+)", text)
     assert " ".join(shown) == "a a0 - a20 b b0 b10 - c - c10 c20"
 
@@ -219,7 +219,7 @@ def test_a_picture_has_the_two_main_curves_of_all_runs(done: Result, tmp_path: P
 
 def test_a_run_from_the_export_of_another_one_begins_in_the_picture_where_this_one_ended() -> None:
     models = {"a": "Qwen/Qwen3-0.6B", "b": "a/hf", "c": "b/hf", "d": "ab/hf"}
-    runs = [History({"model.path": x}, [], [{}] * 5, [], "", "") for x in models.values()]
+    runs = [History({"model.path": x}, [], [{}] * 5, [], "", "", {}) for x in models.values()]
     assert first_steps([*models], runs) == [0, 5, 10, 0]
 
 

@@ -59,7 +59,7 @@ def history(
         {"step": i, "eval/accuracy": x, "eval/accuracy_se": e, "eval/questions_global": 500}
         for i, x, e in evals
     ]
-    return History(SETTINGS, [*steps, *evaluations], steps, evaluations, "done", "")
+    return History(SETTINGS, [*steps, *evaluations], steps, evaluations, "done", "", {})
 
 
 def sft(losses: Values, held_out: Sequence[float], n: int = 20) -> History:
@@ -67,7 +67,7 @@ def sft(losses: Values, held_out: Sequence[float], n: int = 20) -> History:
     steps = [{"step": i, NORM: 0.5, PARAM_NORM: 9.0, LOSS: losses(i)} for i in range(n)]
     evaluations = [{"step": i, "eval/loss": x} for i, x in enumerate(held_out)]
     settings = {"loss.loss_type": "sft"}
-    return History(settings, [*steps, *evaluations], steps, [], "done", "")
+    return History(settings, [*steps, *evaluations], steps, [], "done", "", {})
 
 
 def names(run: History) -> list[str]:

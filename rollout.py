@@ -57,21 +57,15 @@ class RolloutConfig:
 
 
 def prompts_of_round(
-    rollout: RolloutConfig,
-    train_prompts: list[data.Prompt],
-    P: int,
-    K: int,
-    round_number: int,
-    seed: int,
+    rollout: RolloutConfig, pool: list[data.Prompt], P: int, K: int, round_number: int, seed: int
 ) -> list[data.Prompt]:
     """[P] the prompts of a round of sampling, the same on every process. With an environment their
-    episodes begin. round_number: counted over the run, from 0."""
-    indices = data.batch_indices(len(train_prompts), P, round_number, seed)  # [P]
-    prompts = [train_prompts[i] for i in indices]
+    episodes begin. pool: the training split. round_number: counted over the run, from 0."""
+    indices = data.batch_indices(len(pool), P, round_number, seed)  # [P]
+    prompts = [pool[i] for i in indices]
     if rollout.environments is None:
         return prompts
-    # The episodes of evaluations have the number 0, evaluation.EVALUATION_ROUND.
-    return rollout.environments.begin_episodes(rollout, prompts, round_number + 1, K)
+    return rollout.environments.begin_episodes(rollout, prompts, round_number + 1, K)  # 0: evals
 
 
 def complete(

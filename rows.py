@@ -61,8 +61,7 @@ class Batch(NamedTuple):
 
     prompts: list[Any]  # [P] data.Prompt
     completion_ids: np.ndarray  # [B, T] int32, right-padded
-    # [B, T] int32, 1 on the sampled tokens that the loss counts, the stop token included
-    completion_mask: np.ndarray
+    completion_mask: np.ndarray  # [B, T] int32, 1 on sampled tokens that count, stop token included
     lengths: np.ndarray  # [B] int32 tokens, stop tokens and an environment's tokens included
     sampling_logps: np.ndarray  # [B, T] float32 nats
     decode_steps: np.ndarray | None = None  # [B] int32, as in Completions

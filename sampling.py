@@ -1,8 +1,8 @@
 """Samples completions: prefill of the prompts, then a decoding loop, as jitted programs.
 
-Dimensions, of a rollout pass over all processes: B sequences, P prompts (with the copies for other
-shards), of which each serves B/P consecutive sequences, S+1 padded prompt tokens, T padded
-completion tokens, V vocabulary, U ids of a support (the tokens that the filters keep).
+Dimensions, of a pass over all processes: B sequences, P prompts (and their copies for other shards)
+of B/P consecutive sequences each, S+1 padded prompt tokens, T padded completion tokens, V
+vocabulary, U ids of a support (the tokens that the filters keep).
 """
 
 import functools

@@ -80,7 +80,8 @@ from update import LearnerConfig, compute_batch_logps_and_entropies, train_on_mi
 def main(cfg: Config) -> None:
     """Trains the model for STEPS steps, evaluates it on the way, and exports it."""
     run, lifecycle, backend, state, ref_params = start(cfg)
-    learner, rollout, reward_weights = run.learner, run.rollout, run.rollout.reward_weights
+    log, learner, rollout = lifecycle.log, run.learner, run.rollout
+    reward_weights = rollout.reward_weights
     P, K = run.sizes.prompts_per_step, cfg.num_pre_q
     rollout_key, eval_key = jax.random.split(jax.random.key(cfg.seed))
 
@@ -89,9 +90,7 @@ def main(cfg: Config) -> None:
         return combine_params(learner.base, state.params)
 
     def evaluate_now(full: bool = False) -> float:
-        return evaluate(
-            run, lifecycle.log, backend, eval_key, params(), lifecycle.progress.step, full
-        )
+        return evaluate(run, log, backend, eval_key, params(), lifecycle.progress.step, full)
 
     def save() -> None:
         lifecycle.save({"state": state})
@@ -170,12 +169,12 @@ def main(cfg: Config) -> None:
                 metrics |= dynamic_sampling_metrics(rounds, cfg.adv_estimator, reward_weights)
             metrics["learning_rate"] = lr
             sampled_tokens = sum(int(sampled.sampled_mask.sum()) for sampled in rounds)
-            log_step(run, lifecycle.log, Step(step, metrics, batch, sampled_tokens, clock))
+            log_step(run, log, Step(step, metrics, batch, sampled_tokens, clock))
             level = drift_level(cfg, learner.compute, rollout.compute)
             if step == first_step and (drift := describe_drift(metrics, level)):
                 if step == 0:
                     raise RuntimeError(drift)
-                lifecycle.log.print_line(f"note step={step}: {drift}")
+                log.print_line(f"note step={step}: {drift}")
 
             lifecycle.finish_step(len(rounds), nonfinite_metric(metrics))
 

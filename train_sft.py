@@ -84,7 +84,7 @@ from update import compute_batch_logps_and_entropies, train_on_mini_batch
 def main(cfg: Config) -> None:
     """Trains the model for STEPS steps, evaluates it on the way, and exports it."""
     run, lifecycle, backend, state, _ = start(cfg)
-    learner, P = run.learner, run.sizes.prompts_per_step
+    log, learner, P = lifecycle.log, run.learner, run.sizes.prompts_per_step
     _, eval_key = jax.random.split(jax.random.key(cfg.seed))
 
     def params() -> Params:
@@ -94,12 +94,10 @@ def main(cfg: Config) -> None:
     def evaluate_now(full: bool = False) -> float:
         """The score by which the best checkpoint is chosen: the accuracy, or without a REWARD_FN
         exp(-loss), the geometric mean of the probabilities of the tokens trained on."""
-        loss = evaluate_loss(run, lifecycle.log, params(), lifecycle.progress.step, full)
+        loss = evaluate_loss(run, log, params(), lifecycle.progress.step, full)
         if not run.rollout.functions:
             return math.exp(-loss)
-        return evaluate(
-            run, lifecycle.log, backend, eval_key, params(), lifecycle.progress.step, full
-        )
+        return evaluate(run, log, backend, eval_key, params(), lifecycle.progress.step, full)
 
     def save() -> None:
         lifecycle.save({"state": state})
@@ -117,7 +115,7 @@ def main(cfg: Config) -> None:
             if step == 0:  # for people to check
                 ids = batch.completion_ids[0][batch.completion_mask[0] > 0]
                 text = escape_control_characters(shorten(run.rollout.tokenizer.decode(ids)))
-                lifecycle.log.print_line(f"first demonstration, {batch.prompts[0].source}: {text}")
+                log.print_line(f"first demonstration, {batch.prompts[0].source}: {text}")
 
             # ---- Update --------------------------------------------------------------------------
             lr = learning_rate(step, run.schedule)
@@ -126,7 +124,7 @@ def main(cfg: Config) -> None:
             clock.lap("update")
 
             # ---- Log -----------------------------------------------------------------------------
-            log_sft_step(run, lifecycle.log, step, batch, metrics | {"learning_rate": lr}, clock)
+            log_sft_step(run, log, step, batch, metrics | {"learning_rate": lr}, clock)
             lifecycle.finish_step(1, nonfinite_metric(metrics))
             lifecycle.evaluate_and_save_if_due(evaluate_now, save)
 

@@ -1,8 +1,7 @@
 """An update: micro_step adds the gradient of a micro-batch to a sum, and train_on_mini_batch runs
 it for all micro-batches of a mini-batch and applies the sum with optimizer.py.
 
-Dimensions as in rows.py: X packed rows of a micro-batch, each with S slots for prompts,
-C for completions and Q for sequences; T completion tokens, padded to MAX_LENGTH_SAMPLE.
+Dimensions as in rows.py: X packed rows of S + C slots and Q sequences, T completion tokens.
 """
 
 import dataclasses
@@ -279,15 +278,13 @@ def merge_metrics(micro_steps: list[dict[str, jax.Array]]) -> dict[str, float]:
 def rescale_to_all_tokens(
     metrics: dict[str, float], batch: Batch, sequences: np.ndarray
 ) -> dict[str, float]:
-    """The metrics of an update, corrected for the sequences that it does not compute.
+    """The metrics of an update, corrected for the sequences that it does not compute: they add
+    nothing to the loss, and none of their ratios is clipped.
 
     metrics: from merge_metrics; NaN means that there is no value. batch: all sequences of the
-    update. sequences: the indices of those that its micro-steps have computed.
-
-    Sequences that are not computed have the advantage 0: they add nothing to the loss, and none of
-    their ratios is clipped. Means that need the trainer's log-probabilities are over the
-    update_token_count tokens that were computed. The entropy is that of the sampler, and is over
-    all tokens of the loss: minus the mean of their sampling_logps, an unbiased estimate.
+    update. sequences: the indices of those that its micro-steps have computed. Means that need the
+    trainer's log-probabilities are over their update_token_count tokens. The entropy is minus the
+    mean of sampling_logps over all tokens of the loss, an unbiased estimate.
     """
     mask = batch.completion_mask
     counted, computed = mask.sum(), mask[sequences].sum()

@@ -11,9 +11,8 @@ computes only keys and values, and the hidden state of token i predicts completi
 
 A training input is a row of such prompts and completions, end to end (rows.py).
 
-The layer loop iterates over periods. In Qwen3.5 a period is some linear layers, which have a state
-instead of keys and values (linear_attention.py), and then a layer with full attention. In the other
-families it is a single layer.
+The layer loop iterates over periods: a layer with full attention, in Qwen3.5 behind linear layers,
+which have a state instead of keys and values (linear_attention.py).
 
 Dimensions: X rows of t tokens: packed rows, or the P prompts of S tokens in prefill; B sequences in
 decode, V vocabulary, D model, F feed-forward, L layers, H query heads, N kv heads, h head_dim.
@@ -49,9 +48,8 @@ if TYPE_CHECKING:
     from loss_pallas import Kernel
 
 Rotary = tuple[jax.Array, jax.Array]  # cos and sin of the rotary angles
-# The most tokens of a row whose attention is computed at once. This was measured on CPUs: blocks
-# take up to 3 times as long for rows of 128 tokens, and less time from 256 tokens on. On GPUs and
-# TPUs it matters little, since rows this short have few scores.
+# The most tokens of a row whose attention is computed at once. On CPUs, where this was measured,
+# blocks take up to 3 times as long for rows of 128 tokens, and less time from 256 tokens on.
 SHORT_TOKENS = 224
 
 

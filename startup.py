@@ -490,6 +490,8 @@ def open_environments(
         raise UserMistake(
             f"ENVIRONMENT_CLASS={source} has no get_reward(self); write one, or set REWARD_FN"
         )
+    if cfg.reward_fn:
+        print(f"note: with ENVIRONMENT_CLASS={source} REWARD_FN gets the text of the last turn")
     return environments
 
 

@@ -2,7 +2,7 @@
 
 An environment is an object of a user's class; each completion has its own. `reset(**columns)`
 begins an episode. Then the environment either answers each text of the policy with `reply(text)`,
-or its other public methods are tools, which the policy calls by `<tool_call>{json}</tool_call>`.
+or its other public methods are tools, which the policy calls by `<tool_call>`, see parse_call.
 docs/turns.md describes the class. The objects live in a reward worker (infra/reward_worker.py).
 
 A completion consists of the tokens that the policy draws in its first turn, the tokens of the
@@ -10,7 +10,10 @@ environment's message with the markers of the chat template, the tokens of the p
 and so on. Tokens that the policy has sampled are never decoded and tokenized again.
 """
 
+import contextlib
+import functools
 import json
+import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +24,7 @@ import numpy as np
 import data
 from infra.hosts import gather_texts
 from infra.mistakes import UserMistake
-from infra.reward_worker import LOADING_S, RewardWorker
+from infra.reward_worker import LOADING_S, RewardWorker, parse_call
 from infra.sizes import turn_batch_size, turn_width
 from model.layout import gather_processes, slice_of_process
 from model.next_token import Sampling
@@ -33,9 +36,12 @@ from sampling import Backend, Completions
 # sequence_ids, so unused slots come last.
 NO_SEQUENCE = np.iinfo(np.int32).max
 THOUGHT_OR_CALL = re.compile(r"<think>.*?(?:</think>|\Z)|<tool_call>\s*", re.DOTALL)
-# Examples of a turn in which the policy thinks and then answers, or calls a tool.
-ANSWER = "<think>\nA thought.\n</think>\n\nAn answer."
-CALL = '<think>\nA thought.\n</think>\n\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+FORM_OF_CALL = re.compile(r"<tool_call>\s*(\{|<function=)")
+# Examples of a turn in which the policy thinks and then answers, or calls a tool in either form.
+THOUGHT = "<think>\nA thought.\n</think>\n\n"
+ANSWER = THOUGHT + "An answer."
+JSON_CALL = THOUGHT + '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+XML_CALL = THOUGHT + "<tool_call>\n<function=f>\n</function>\n</tool_call>"
 
 
 class Environments:
@@ -54,6 +60,9 @@ class Environments:
         self._source, self._label = source, f"ENVIRONMENT_CLASS {source}"  # names it in errors
         self._worker, self._seed = worker, seed
         self._stop_texts = [chat_format.tokenizer.decode([i]) for i in stop_ids]
+        tokens = chat_format.tokenizer.added_tokens_decoder.values()
+        special = "|".join(re.escape(token.content) for token in tokens if token.special)
+        self._special_token = re.compile(special or "(?!)")
         name = source.rpartition(":")[2]
         described = json.loads(worker.ask(self._label, "open", name, more_s=LOADING_S))
         self.chat_format = chat_format._replace(tools=described["tools"])
@@ -111,13 +120,19 @@ class Environments:
 
     def _message_ids(self, texts: list[str] | list[None]) -> list[int] | None:
         """The token ids of messages with these texts after an answer of the policy; None without
-        a text."""
-        role = "tool" if self.chat_format.tools else "user"
-        messages = [{"role": role, "content": text} for text in texts if text is not None]
-        if not messages:
+        a text. A special token in a text is tokenized as the characters that spell it."""
+        texts = [text for text in texts if text is not None]
+        if not texts:
             return None
-        _, message = self._text_after_answer(messages)
-        return self.chat_format.tokenizer(message, add_special_tokens=False)["input_ids"]
+        role = "tool" if self.chat_format.tools else "user"
+        contents = [self._special_token.sub(data.SENTINEL, text) for text in texts]
+        _, message = self._text_after_answer([{"role": role, "content": x} for x in contents])
+        encode = functools.partial(self.chat_format.tokenizer, add_special_tokens=False)
+        first, *parts = message.split(data.SENTINEL)
+        ids = encode(first)["input_ids"]
+        for token, part in zip(self._special_token.findall("\n".join(texts)), parts, strict=True):
+            ids += encode(token, split_special_tokens=True)["input_ids"] + encode(part)["input_ids"]
+        return ids
 
     def get_reward(
         self, completions: list[str], environments: Sequence[int], **columns: list
@@ -150,15 +165,9 @@ class Environments:
     def _raise_if_unsuitable(self) -> None:
         """Raises UserMistake if the chat template does not describe tools to the model, or if it
         renders earlier turns with other tokens than the policy has sampled."""
-        start = self._render([])
-        if self.chat_format.tools and "<tool_call>" not in start:
-            raise UserMistake(
-                f"{self._label} has tools, and the chat template does not tell the model to call "
-                f"them as <tool_call>; set CHAT_TEMPLATE, or give the class reply(self, text)"
-            )
+        start, has_tools = self._render([]), bool(self.chat_format.tools)
         think_tag = re.search(r"(<think>\s*)?\Z", start)[0]  # opened by the template, or empty
-        has_tools = bool(self.chat_format.tools)
-        turn, role = (CALL, "tool") if has_tools else (ANSWER, "user")
+        turn, role = (self._turn_with_call(start), "tool") if has_tools else (ANSWER, "user")
         messages = [{"role": role, "content": "Words."}] * (2 if has_tools else 1)
         dialogue = [{"role": "assistant", "content": turn}, *messages] * 2
         after_turn = "".join(self._text_after_answer(messages)).removesuffix(think_tag)
@@ -169,6 +178,28 @@ class Environments:
                 f"model has written them (it may drop their <think> parts); set CHAT_TEMPLATE, for "
                 f"Qwen3 to docs/qwen3_turns.jinja"
             )
+
+    def _turn_with_call(self, start: str) -> str:
+        """JSON_CALL or XML_CALL, as the chat template writes a call or, if it writes none, as it
+        describes calls at the start of a dialogue. Raises UserMistake if the form is neither."""
+        function = {"name": "f_of_x", "arguments": {"x": "1"}}
+        call = {"type": "function", "function": function}
+        try:
+            text = self._render([{"role": "assistant", "content": "", "tool_calls": [call]}])
+        except UserMistake:  # no run renders such a message
+            text = start
+        written = text.removeprefix(os.path.commonprefix([text, start]))
+        written = written if "f_of_x" in written else ""
+        form = FORM_OF_CALL.search(written or start) if "<tool_call>" in start else None
+        calls = [parse_call(x) for x in tool_calls(written)] if form else []
+        if not form or (written and calls != [(*function.values(),)]):
+            instead = f"; it writes {written.strip()!r:.120}" if written else ""
+            raise UserMistake(
+                f"{self._label} has tools, and the chat template does not tell the model to call "
+                f"them as <tool_call> with JSON or <function=NAME>{instead}; set CHAT_TEMPLATE, "
+                f"or give the class reply(self, text)"
+            )
+        return XML_CALL if form[1] == "<function=" else JSON_CALL
 
     # ---- Rounds of turns -------------------------------------------------------------------------
 
@@ -307,16 +338,20 @@ def append_turn(completions: Completions, i: int, turns: Completions, j: int) ->
 
 
 def tool_calls(text: str) -> list[str]:
-    """The contents of the closed <tool_call> tags of a text. Tags within <think> are no calls."""
+    """The contents of the <tool_call> tags of a text. Tags within <think> are no calls. A complete
+    call whose closing tag is missing has its opening tag, and parse_call names what is missing."""
     calls, at = [], 0
     while tag := THOUGHT_OR_CALL.search(text, at):
-        at = tag.end()
+        at = end = tag.end()
         if tag[0].startswith("<tool_call>"):
-            try:  # A string in the call's JSON may contain a closing tag.
-                _, end = json.JSONDecoder().raw_decode(text, at)
-            except (ValueError, RecursionError):  # not JSON, or nested too deeply
-                end = at
+            if text.startswith("<function=", at):
+                end = max(at, text.find("</function>", at))
+            elif text.startswith("{", at):
+                with contextlib.suppress(ValueError, RecursionError):  # no JSON, or nested deeply
+                    # A string in the call's JSON may contain a closing tag.
+                    _, end = json.JSONDecoder().raw_decode(text, at)
             if (close := text.find("</tool_call>", end)) == -1:
+                calls += [tag[0] + text[at:].strip()] if end > at else []
                 break
             calls.append(text[at:close].strip())
             at = close

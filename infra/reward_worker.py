@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from importlib.machinery import ModuleSpec, PathFinder
 from multiprocessing.connection import Connection, Pipe
@@ -166,6 +166,11 @@ TRL_ARGUMENTS: dict[str, Any] = {
     "log_metric": lambda *_, **__: None,
     "trainer_state": None,
 }
+
+
+# The types of Python for those of JSON schemas.
+TYPES: dict[str, Any] = {"string": str, "integer": int, "number": int | float, "array": list}
+TYPES |= {"object": dict, "null": type(None)}
 
 
 class _Finder(NamedTuple):
@@ -326,20 +331,14 @@ class _Server:
 
     def _use(self, number: int, turn: int, i: int, call: str) -> str:
         try:
-            parsed = json.loads(call)
-            if not isinstance(parsed, dict):
-                raise TypeError("a call is a JSON object with name and arguments")
-            name, arguments = parsed.get("name"), parsed.get("arguments") or {}
+            name, arguments = parse_call(call)
             if name not in self._tools:
                 raise ValueError(f"there is no tool {name!r}, only {', '.join(self._tools)}")
             schemas, tool = self._tools[name], getattr(self._environments[number], name)
-            if isinstance(arguments, str):  # Some models write JSON within JSON.
-                arguments = json.loads(arguments)
             if not isinstance(arguments, dict):
                 raise TypeError(f"arguments is a JSON object of {', '.join(schemas)}")
-            for argument, schema in schemas.items():
-                if argument in arguments:
-                    arguments[argument] = _cast(arguments[argument], schema.get("type"))
+            for argument in schemas.keys() & arguments.keys():
+                arguments[argument] = _cast(argument, arguments[argument], schemas[argument])
             self._seed(number, turn, i)
             return str(tool(**arguments))
         except BaseException as error:  # The policy and the tool may do anything, also exit().
@@ -370,17 +369,62 @@ def _encodable(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def _cast(value: object, wanted: object) -> object:
-    """The value of a tool's argument, which a model may have written as a text: "2" for 2.
+def parse_call(call: str) -> tuple[Any, Any]:
+    """The name and the arguments of a call of a tool, as chat templates ask for it: JSON with both,
+    or <function=NAME><parameter=KEY>VALUE</parameter></function>, whose values are texts.
 
-    wanted: the type in the tool's schema.
+    Raises ValueError or TypeError, whose text tells the policy what is wrong.
     """
-    types = {"integer": int, "number": int | float, "boolean": bool, "array": list, "object": dict}
-    if isinstance(value, str) and isinstance(wanted, str) and wanted in types:
-        with contextlib.suppress(ValueError):
-            parsed = json.loads(value)
-            return parsed if isinstance(parsed, types[wanted]) else value
+    if call.startswith("<tool_call>"):  # see tool_calls of extras/turns.py
+        raise ValueError("the call has no closing </tool_call>")
+    if not call.startswith("<function="):
+        parsed = json.loads(call)
+        if not isinstance(parsed, dict):
+            raise TypeError("a call is a JSON object with name and arguments")
+        arguments = parsed.get("arguments") or {}
+        if isinstance(arguments, str):  # Some models write JSON within JSON.
+            arguments = json.loads(arguments)
+        return parsed.get("name"), arguments
+    body, end, _ = call.removeprefix("<function=").rpartition("</function>")
+    name, *parameters = body.split("<parameter=")
+    arguments = {}
+    for parameter in parameters:
+        key, _, value = parameter.partition(">")
+        value, closed, rest = value.rpartition("</parameter>")
+        if not closed or rest.strip():
+            raise ValueError(f"<parameter={key}> has no closing </parameter>")
+        arguments[key.strip()] = value.removeprefix("\n").removesuffix("\n")
+    if not end or not name.rstrip().endswith(">"):
+        raise ValueError("a call is <function=NAME><parameter=KEY>VALUE</parameter></function>")
+    return name.rstrip().removesuffix(">").strip(), arguments
+
+
+def _cast(name: str, value: object, schema: dict[str, Any]) -> object:
+    """The value of a tool's argument as its annotated type. A model may write 2.0 or "2" for 2,
+    "False" for a bool, and 12345 for a text. Raises TypeError for a value of another type."""
+    wanted = schema.get("type") or []
+    wanted = [wanted] if isinstance(wanted, str) else [*wanted]
+    wanted += ["null"] * bool(schema.get("nullable"))
+    for form in _forms_of(value) if wanted else ():
+        types = [TYPES.get(x, object) for x in wanted if x != "boolean"]
+        # Python counts a bool as an integer.
+        if "boolean" in wanted if isinstance(form, bool) else isinstance(form, (*types,)):
+            return form
+    if wanted:
+        raise TypeError(f"{name} must be {' or '.join(wanted)}, not {value!r:.80}")
     return value
+
+
+def _forms_of(value: Any) -> Iterator[Any]:
+    """The value, what it reads as if it is a text, the integer that it equals, and its text."""
+    forms = [value]
+    for read in (json.loads, ast.literal_eval) if isinstance(value, str) else ():
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            forms.append(read(value))
+    yield from forms
+    yield from (int(form) for form in forms if isinstance(form, float) and form.is_integer())
+    if isinstance(value, bool | int | float):
+        yield json.dumps(value)
 
 
 def _serve(connection: Connection, trainer: int, file: str) -> None:

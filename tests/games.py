@@ -132,6 +132,31 @@ class Calculator:
         return self.sum
 
 
+class Typed(Calculator):
+    """Its tool shows which values its arguments have."""
+
+    def show(
+        self,
+        text: str = "",
+        whole: int = 0,
+        real: float = 0.0,
+        switch: bool = False,
+        several: list[str] = (),
+        maybe: int | None = 0,
+    ) -> str:
+        """Shows its arguments.
+
+        Args:
+            text: A text.
+            whole: A whole number.
+            real: A number.
+            switch: A switch.
+            several: Texts.
+            maybe: A whole number or nothing.
+        """
+        return repr((text, whole, real, switch, several, maybe))
+
+
 class Counter(Higher):
     """It counts its episodes."""
 

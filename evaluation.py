@@ -105,7 +105,7 @@ def evaluation_record(
     those to which the first reward function applies.
     """
     samples, split, seconds = run.cfg.eval_samples, run.cfg.eval_split, clock.total()
-    prefix, estimates_prefix = ("eval_full", "eval_full/accuracy") if full else ("eval", "eval")
+    prefix = "eval_full" if full else "eval"
     correct = are_right(evaluation.function_rewards).reshape(-1, samples)  # [questions, samples]
     questions = len(correct)
     accuracy, error = pass_at(correct, 1), standard_error(correct)
@@ -117,16 +117,20 @@ def evaluation_record(
         texts = completion_texts(run.rollout, evaluation.prompts, evaluation)
         answers = [function.extract_answer(text) for text in texts]
         estimates[f"maj_at_{samples}"] = majority_accuracy(correct, answers)
-    results = f"accuracy={accuracy:.4f} accuracy_se={error:.4f} accuracy_of={function.__name__}"
+    results = f"accuracy={accuracy:.4f}"
+    results += "" if math.isnan(error) else f" accuracy_se={error:.4f}"
+    results += f" accuracy_of={function.__name__}"
     if samples > 1:
         headline = [name for name in estimates if name.endswith(f"_{samples}")]
         results += "".join(f" {name}={estimates[name]:.4f}" for name in headline)
     decoding = "sampled" if run.rollout.eval_sampling.temperature else "greedy"
     results += f" decoding={decoding} t={seconds:.2f}s"
     record = {f"{prefix}/accuracy": accuracy, f"{prefix}/accuracy_se": error}
-    record |= {f"{estimates_prefix}/{name}": value for name, value in estimates.items()}
+    record |= {f"{prefix}/accuracy/{name}": value for name, value in estimates.items()}
     record[f"{prefix}/questions_global"] = questions
     record |= completion_record(f"{prefix}/", run.rollout, evaluation)
+    if (scored := record.get(f"{prefix}/reward/scored_frac")) is not None:
+        results += f" scored_frac={scored:.4f}"
     record[f"time/{prefix}/step_s"] = seconds
     if full:
         record["time/eval_full/s_per_question"] = seconds / questions

@@ -18,6 +18,7 @@ import numpy as np
 
 STD_EPS = 1e-4  # as in TRL
 MEAN_EPS = 1e-6  # of maxrl
+EQUAL_REWARDS = 1e-6  # the differences, relative to the largest |reward|, that are rounding
 SAPO_TAU_POSITIVE, SAPO_TAU_NEGATIVE = 1.0, 1.05  # as in the paper
 VESPO_FLOOR, VESPO_MAX_NATS = 1e-8, 20.0  # limits of w and of its logarithm, as in TRL
 DPPO_FLOOR = 1e-8  # added to 1 - p, whose logarithm is then finite, as in verl
@@ -46,9 +47,9 @@ def group_advantages(
     """The advantage of each completion: [B] float64.
 
     rewards: [B] of the entire step; each num_pre_q consecutive rewards are a group. NaN means that
-    no reward applies: it enters no mean and no std, and its advantage is 0. If all rewards of a
-    group are equal (gdpo: of every function), all advantages of the group are exactly 0, except
-    with reinforce.
+    there is no reward: it enters no mean and no std, and its advantage is 0. If all rewards of a
+    group are equal (gdpo: of every function) but for rounding (EQUAL_REWARDS), all advantages of
+    the group are exactly 0, except with reinforce.
     estimator:
       grpo         (reward - group mean) / std of the "group" or of the "batch", as scale_rewards
                    says; scale_rewards "none": without the division
@@ -86,7 +87,8 @@ def group_advantages(
         columns = [column.reshape(-1, num_pre_q) for column in function_rewards.T]
         scaled = [_centered(c) / (_std(c, axis=1) + STD_EPS) for c in columns]
         total = sum(w * np.nan_to_num(x) for w, x in zip(weights, scaled, strict=True))
-        total = np.where(np.isnan(groups), np.nan, total)  # [P, K], again of mean 0
+        applies = ~np.isnan(columns).all(axis=0)  # [P, K]
+        total = np.where(applies, total, np.nan)  # [P, K], again of mean 0
         advantages = total / (_std(total) + STD_EPS)
     else:
         raise ValueError(f"ADV_ESTIMATOR={estimator} is not known")
@@ -94,13 +96,19 @@ def group_advantages(
 
 
 def equal_groups(rewards: np.ndarray, num_pre_q: int) -> np.ndarray:
-    """[P] bool: whether all rewards of a group are equal.
+    """[P] bool: whether all rewards of a group are equal, but for rounding.
 
     rewards: [B], or [B, functions]; then the rewards must be equal in each column. NaN is ignored.
     """
     groups = rewards.reshape(len(rewards) // num_pre_q, num_pre_q, -1)  # [P, K, 1 or functions]
-    differ = np.fmin.reduce(groups, axis=1) < np.fmax.reduce(groups, axis=1)  # [P, 1 or functions]
-    return ~differ.any(axis=1)
+    return ~_differ(groups).any(axis=(1, 2))
+
+
+def _differ(groups: np.ndarray) -> np.ndarray:
+    """[P, 1, ...] bool: whether the rewards of groups [P, K, ...] differ by more than rounding: the
+    mean of three 0.7 is not 0.7 in binary, and 0.1 + 0.2 is not 0.3. NaN is ignored."""
+    low, high = (f.reduce(groups, axis=1, keepdims=True) for f in (np.fmin, np.fmax))
+    return high - low > EQUAL_REWARDS * np.fmax(abs(low), abs(high))
 
 
 def _centered(groups: np.ndarray) -> np.ndarray:
@@ -108,9 +116,7 @@ def _centered(groups: np.ndarray) -> np.ndarray:
     in the mean, and stays NaN."""
     count = np.maximum((~np.isnan(groups)).sum(axis=1, keepdims=True), 1)
     centered = groups - np.nansum(groups, axis=1, keepdims=True) / count
-    low, high = (f.reduce(groups, axis=1, keepdims=True) for f in (np.fmin, np.fmax))  # [P, 1]
-    # std == 0 would miss equal rewards: the mean of three 0.7 is not 0.7 in binary.
-    return np.where(low < high, centered, 0.0 * groups)
+    return np.where(_differ(groups), centered, 0.0 * groups)
 
 
 def _std(values: np.ndarray, axis: int | None = None) -> np.ndarray:
@@ -214,7 +220,8 @@ def policy_loss(
 
     is_dppo = objective.loss_type.startswith("dppo")
     log_ratio = jnp.where(mask, logps - (sampling_logps if is_dppo else old_logps), 0.0)  # [B, T]
-    if objective.loss_type in ("gspo", "luspo"):
+    has_sequence_ratio = objective.loss_type in ("gspo", "luspo")
+    if has_sequence_ratio:
         log_ratio = _sequence_mean(log_ratio, sequence_tokens)  # [B, 1]
     ratio = jnp.exp(log_ratio)  # [B, T] or [B, 1]
     weight, metrics = 1.0, {}
@@ -227,7 +234,8 @@ def policy_loss(
         log_ratio, weight = log_ratio + jnp.log(jnp.maximum(weight, VESPO_FLOOR)), 1.0
     masked_logps = jnp.where(mask, logps, 0.0)  # [B, T]
     loss, is_clipped = _token_loss(objective, ratio, log_ratio, A, masked_logps, sequence_tokens)
-    metrics |= _clip_metrics(is_clipped, mask, num_tokens, num_sequences)
+    counts_tokens = not has_sequence_ratio or advantages.ndim > 1
+    metrics |= _clip_metrics(is_clipped, mask, num_tokens if counts_tokens else num_sequences)
     if (threshold := objective.off_policy_mask_threshold) > 0:
         gap = jnp.nan_to_num(jnp.where(mask, sampling_logps - logps, 0.0))  # [B, T]
         is_dropped = (A < 0) & (_sequence_mean(gap, sequence_tokens) > threshold)  # [B, 1]
@@ -339,19 +347,15 @@ def _divisor(
 
 
 def _clip_metrics(
-    is_clipped: dict[str, jax.Array],
-    mask: jax.Array,
-    num_tokens: jax.Array | float,
-    num_sequences: jax.Array | float,
+    is_clipped: dict[str, jax.Array], mask: jax.Array, count: jax.Array | float
 ) -> dict[str, jax.Array]:
     """This micro-batch's contributions to the clip fractions of the update, the lowest `low` and
     the highest `high` fraction of its sequences that have at least one token.
 
     is_clipped: from _token_loss, [B, T] or [B, 1] bool; False where the mask is 0: the ratio is
-    1 there, and never clipped. mask: [B, T]. num_tokens, num_sequences: of the update.
+    1 there, and never clipped. mask: [B, T]. count: of the ratios of the update.
     """
-    counts = {(len(mask), 1): num_sequences, mask.shape: num_tokens}
-    metrics = {name: x.sum() / counts[x.shape] for name, x in is_clipped.items()}
+    metrics = {name: x.sum() / count for name, x in is_clipped.items()}
     if "clip_ratio/low_mean" in is_clipped:
         tokens = mask.sum(axis=1)  # [B]
         low, high = (is_clipped[f"clip_ratio/{side}_mean"] for side in ("low", "high"))

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 # that rounding explains. Usual means are 1e-6 with float32, and 0.01 to 0.03 with bfloat16, which
 # rounds hidden states to 8 significant bits. Wrong weights give 0.1 or more.
 DRIFT_LEVELS = {"float32": 1e-3, "bfloat16": 0.05}
+RIGHT = 1 - 1e-6  # the lowest reward of a right completion: 0.7 + 0.2 + 0.1 is less than 1
 # The order of the printed line, which is MLLM-JAX's. A step runs shard (the gathering of all
 # processes' completions) before advantages, and logps before update.
 PHASES = ("rollout_sync", "rollout_generate", "reward", "advantages", "shard", "update", "logps")
@@ -107,7 +108,7 @@ def describe_drift(metrics: Mapping[str, float], level: float) -> str:
     """A text if the log-probabilities of sampler and trainer differ by more than `level` nats on
     average, the most that rounding explains, else "". metrics: of a step."""
     difference = metrics.get("sampling_logp_difference/mean", 0.0)
-    if difference <= level:
+    if not difference > level:  # NaN: the loss is not finite either, and a note says so
         return ""
     return (
         f"for the same weights, log-probabilities of sampler and trainer differ by "
@@ -138,12 +139,20 @@ def step_lines(step: Step, breakdown: bool) -> list[str]:
     lines = [text]
     note = f"note step={step.index}"
     is_counted = step.batch.completion_mask.any(axis=1)  # [B]
-    if step.batch.teacher_logps is None and not step.batch.advantages[is_counted].any():
-        lines.append(f"{note}: all rewards of each group are equal, so the policy gradient is 0")
     if wrong := nonfinite_metric(metrics):
         update = metrics["updates_applied"] + 1
         lines.append(f"{note}: update {update:.0f} of this step was not applied: {wrong}")
+    elif step.batch.teacher_logps is None and not step.batch.advantages[is_counted].any():
+        lines.append(f"{note}: {_why_no_gradient(step.batch)}, so the policy gradient is 0")
     return lines
+
+
+def _why_no_gradient(batch: Batch) -> str:
+    if np.isnan(batch.rewards).all():
+        return "no completion has a total reward"
+    if equal_groups(batch.rewards, batch.completions_per_prompt()).all():
+        return "all rewards of each group are equal"
+    return "MASK_TRUNCATED_COMPLETIONS=1 drops all completions whose advantage is not 0"
 
 
 def step_record(step: Step, rollout: RolloutConfig, local_batch: int) -> dict[str, float]:
@@ -225,12 +234,12 @@ def dynamic_sampling_metrics(
 
 def are_right(function_rewards: np.ndarray) -> np.ndarray:
     """[completions] float64: 1 for a right completion, else 0; NaN where the function does not
-    apply. Right means that the first reward function gives at least 1.
+    apply. Right means that the first reward function gives at least 1, but for rounding.
 
     function_rewards: [completions, functions] rewards.
     """
     reward = function_rewards[:, 0]
-    return np.where(np.isnan(reward), np.nan, reward >= 1)
+    return np.where(np.isnan(reward), np.nan, reward >= RIGHT)
 
 
 def completion_record(prefix: str, rollout: RolloutConfig, batch: Batch) -> dict[str, float]:
@@ -239,6 +248,9 @@ def completion_record(prefix: str, rollout: RolloutConfig, batch: Batch) -> dict
     record = _spread(f"{prefix}reward/total", batch.rewards, "mean", "std", "min", "max")
     for function, column in zip(rollout.functions, batch.function_rewards.T, strict=True):
         record[f"{prefix}reward/func/{function.__name__}/mean"] = mean_without_nan(column)
+    is_scored = ~np.isnan(batch.function_rewards[:, 0])  # [B]
+    if not is_scored.all():  # The accuracy is that of the others.
+        record[f"{prefix}reward/scored_frac"] = is_scored.mean()
     record |= _spread(f"{prefix}seq_len/completion", batch.lengths, "mean", "max")
     record[f"{prefix}seq_len/completion/hit_max_frac"] = 1 - batch.stopped.mean()
     if rollout.environments is not None:

@@ -277,6 +277,7 @@ def overlong_penalty(max_length: int, overlong_cache: int) -> RewardFunction:
     return soft_overlong_penalty
 
 
+LARGEST_REWARD = 1e30  # squares of differences are finite in float64, advantages in float32
 # The functions that REWARD_FN may name, in addition to soft_overlong_penalty.
 BUILT_IN = (reward_correct, exact_match, reward_format, tag_count_reward, repetition_penalty)
 # The functions of a run without REWARD_FN, and their weights if REWARD_WEIGHTS is empty.
@@ -288,22 +289,30 @@ def total_rewards(
     columns: dict[str, list],
     functions: Sequence[RewardFunction],
     weights: Sequence[float],
+    completions_per_prompt: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The total rewards [completions] and the rewards of each function [completions,
     functions], both float64.
 
-    columns: lists with a value for each completion. weights: [functions]. A total is the weighted
-    sum over the functions that apply to the completion, as in TRL. A reward is NaN where the
-    function does not apply, and a total is NaN where no function applies.
+    columns: lists with a value for each completion. weights: [functions]. completions_per_prompt:
+    consecutive completions are a group; None: all of them are. A reward is NaN where the function
+    does not apply. A total is the weighted sum over the functions with a reward for at least half
+    of the group. It is NaN where no such function applies, or where one of them with a weight other
+    than 0 does not: it could not be compared with the other totals. TRL adds what there is, so that
+    a completion without a verdict counts like a wrong one.
     Raises UserMistake if a returned list is wrong.
     """
     function_rewards = np.full((len(completions), len(functions)), np.nan)
     for column, function in enumerate(functions):
         returned = function(completions, **columns)
         function_rewards[:, column] = _as_floats(function, returned, len(completions))
-    applies = ~np.isnan(function_rewards)  # [completions, functions]
+    applies, K = ~np.isnan(function_rewards), completions_per_prompt or len(completions)
+    groups = applies.reshape(len(completions) // K, K, len(functions))
+    counts = (2 * groups.sum(axis=1) >= K).repeat(K, axis=0)  # [completions, functions]
+    is_incomplete = (counts & ~applies & (np.asarray(weights) != 0)).any(axis=1)  # [completions]
+    applies &= counts
     totals = np.where(applies, function_rewards * np.asarray(weights, float), 0.0).sum(axis=1)
-    return np.where(applies.any(axis=1), totals, np.nan), function_rewards
+    return np.where(applies.any(axis=1) & ~is_incomplete, totals, np.nan), function_rewards
 
 
 def reward_entries(reward_fn: str) -> list[str]:
@@ -340,10 +349,10 @@ def _as_floats(function: RewardFunction, returned: object, count: int) -> list[f
         raise UserMistake(f"{expected} {len(returned)}")
     for i, value in enumerate(returned):
         finite = isinstance(value, int | float | np.number | np.bool_) and -np.inf < value < np.inf
-        if value is not None and not finite:
-            raise UserMistake(
-                f"reward {name}, completion {i}: {value!r:.80} is neither a finite number nor None"
-            )
+        if value is not None and not (finite and abs(value) <= LARGEST_REWARD):
+            wrong = f"is beyond {LARGEST_REWARD:g}; scale the rewards"
+            wrong = wrong if finite else "is neither a finite number nor None"
+            raise UserMistake(f"reward {name}, completion {i}: {value!r:.80} {wrong}")
     return [np.nan if value is None else float(value) for value in returned]
 
 

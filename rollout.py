@@ -148,7 +148,7 @@ def reward_completions(
     rollout: RolloutConfig, prompts: list[data.Prompt], completions: Completions
 ) -> tuple[np.ndarray, np.ndarray]:
     """The weighted total rewards [count] of the completions of these prompts, and the rewards
-    of each function [count, functions], both float64; NaN where no function applies. Raises
+    of each function [count, functions], both float64; NaN where there is none. Raises
     UserMistake."""
     texts = completion_texts(rollout, prompts, completions)
     K = len(texts) // len(prompts)
@@ -160,7 +160,7 @@ def reward_completions(
     columns["completion_ids"] = [x[mask].tolist() for x, mask in zip(ids, is_sampled, strict=True)]
     if rollout.environments is not None:
         columns["environments"] = completions.sequence_ids.tolist()
-    return total_rewards(texts, columns, rollout.functions, rollout.reward_weights)
+    return total_rewards(texts, columns, rollout.functions, rollout.reward_weights, K)
 
 
 # ---- The batch of all processes ------------------------------------------------------------------

@@ -54,6 +54,7 @@ ENTROPY, TRUNCATED = "train-other/entropy", "train-seq_len/completion/hit_max_fr
 ZERO_ADVANTAGES = "train-reward/advantage/zero_frac"
 DRIFT = "train-other/sampling_logp_difference/mean"
 EVAL_ACCURACY, EVAL_LOSS = "eval/accuracy", "eval/loss"
+SCORED = "reward/scored_frac"  # of eval/ and eval_full/, if completions are not scored
 
 Record = dict[str, Any]  # a line of a .jsonl file, or all settings: any value of JSON or YAML
 
@@ -110,6 +111,10 @@ RULES = {
     "no_accuracy": (
         "No completion was judged right or wrong, because the first reward function applied to "
         "none. Check this function and the answers of DATASET."
+    ),
+    "few_scored": (
+        "So few held-out completions have a score of the first reward function that the accuracy "
+        "cannot be judged. Check this function."
     ),
     "all_truncated": (
         "Nearly all completions are cut off before they end. Raise MAX_LENGTH_SAMPLE or, if they "
@@ -171,8 +176,10 @@ def verdict(history: History) -> list[str]:
         texts = []
         for record in (evals[0], evals[-1]):
             accuracy, error = value_and_error([record], EVAL_ACCURACY)
-            questions = record["eval/questions_global"]
-            texts.append(f"{accuracy:.4f} ({questions} questions, standard error {error:.4f})")
+            questions, share = record["eval/questions_global"], record.get(f"eval/{SCORED}", 1)
+            scored = "" if share == 1 else f"{share:.4f} of the completions scored, "
+            text = f"{accuracy:.4f} ({questions} questions, {scored}standard error {error:.4f})"
+            texts.append(text)
         parts.insert(0, f"accuracy {' -> '.join(texts)}")
         if reward_rise(steps) > 2 and accuracy_rise(evals) <= 2:
             parts.append("the reward has risen beyond noise, but the accuracy has not")
@@ -181,7 +188,7 @@ def verdict(history: History) -> list[str]:
 
 def triggered_rules(history: History) -> list[str]:
     """The names of the rules that hold; no_learning is among them only if no other rule holds.
-    docs/survival.md explains the thresholds. A comparison with NaN, a missing value, is False."""
+    docs/verdict.md explains the thresholds. A comparison with NaN, a missing value, is False."""
     steps, evals = history.steps, history.evals
     first, last = steps[:WINDOW], steps[-WINDOW:]
     drift, level = values_of(last, DRIFT), history.settings.get("derived.drift_level", math.inf)
@@ -189,6 +196,9 @@ def triggered_rules(history: History) -> list[str]:
     holds = {
         "non_finite_steps": not all(np.isfinite(values).all() for values in updates),
         "sampler_drift": min(drift[~np.isnan(drift)], default=0) > level,
+        "few_scored": any(
+            has_few_scores(history.records, prefix) for prefix in ("eval", "eval_full")
+        ),
     }
     if history.settings.get("loss.loss_type") == "sft" and len(steps) >= WINDOW:
         losses = held_out_losses(history)
@@ -229,6 +239,14 @@ def triggered_rules(history: History) -> list[str]:
         }
     names = [name for name in RULES if holds.get(name)]
     return [name for name in names if name != "no_learning"] or names
+
+
+def has_few_scores(records: Sequence[Record], prefix: str) -> bool:
+    """Whether in the newest evaluation at most half of the completions have a score, which are
+    those of less than WINDOW questions. prefix: eval, or eval_full."""
+    last = (records_with(records, f"{prefix}/accuracy")[-1:] or [{}])[0]
+    share = last.get(f"{prefix}/{SCORED}", 1)
+    return share <= 0.5 and share * last[f"{prefix}/questions_global"] < WINDOW
 
 
 def held_out_losses(history: History) -> np.ndarray:
@@ -438,6 +456,7 @@ def first_middle_last(steps: Collection[int]) -> list[int]:
 COMPARED = (  # patterns; the last value of each such metric of either run is compared
     "eval_full/accuracy",
     "eval/accuracy",
+    f"eval*/{SCORED}",
     "eval/loss",
     "eval/reward/func/*/mean",
     "eval/reward/total/mean",

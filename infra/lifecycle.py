@@ -91,7 +91,10 @@ class Lifecycle:
         if progress.not_finite >= NONFINITE_LIMIT:
             self.checkpoints.wait_until_saved()
             count = f"the last of {NONFINITE_LIMIT} such steps in a row"
-            reason = f"step {step}: {not_finite}, {count}. Lower LEARNING_RATE?"
+            # Updates that are not finite are not applied, so these weights are those of the start.
+            is_model = progress.step == NONFINITE_LIMIT and not_finite.startswith("loss")
+            advice = "Are the weights of MODEL_PATH finite" if is_model else "Lower LEARNING_RATE"
+            reason = f"step {step}: {not_finite}, {count}. {advice}?"
             for line in self.close(FAILED, reason):
                 self.log.print_line(line)
             raise SystemExit(f"error: {reason}")

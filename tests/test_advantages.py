@@ -56,6 +56,12 @@ def advantages_of(function_rewards: np.ndarray, weights: Any, K: int, how: str) 
         # the mean of all is 2, the std sqrt(14/3); the groups do not matter
         ([1, 0, 2, 5], 2, "reinforce", [-1 / 2.1603469, -2 / 2.1603469, 0, 3 / 2.1603469]),
         ([1, NAN, 3], 1, "reinforce", [-1 / 1.4143136, 0, 1 / 1.4143136]),
+        # Differences within 1e-6 of the largest |reward| are rounding.
+        ([-1e6, -1e6 - 0.9], 2, "none", [0, 0]),
+        ([-1e6, -1e6 - 1.1], 2, "none", [0.55, -0.55]),
+        ([0.7 + 0.2 + 0.1, 1, 1, 0.9999], 4, "none", [*[2.5e-5] * 3, -7.5e-5]),
+        ([1e-9, 0], 2, "none", [5e-10, -5e-10]),
+        ([1e30, 0], 2, "group", [0.5**0.5, -(0.5**0.5)]),  # the largest reward that is not refused
         ([0.7] * 6, 3, "reinforce", [0] * 6),
         # the std of 1,-1,1/2,-1/2 is sqrt(2.5/3); of 1,-1,0 is 1
         ([2, 0, 5, 4], 2, "reinforce++", np.array([1, -1, 0.5, -0.5]) / 0.9129709),
@@ -90,7 +96,9 @@ def test_gdpo_by_hand() -> None:
 @pytest.mark.parametrize("value", [0.7, 0.1, 1.0, -0.3, 1e6 + 0.1])
 @pytest.mark.parametrize("how", ["group", "batch", "none", "rloo", "reinforce++", "gdpo"])
 def test_equal_rewards_have_no_advantage_at_all(value: float, how: str) -> None:
-    for rewards in (np.full(6, value), np.full(6, value, np.float32)):
+    """Or equal but for rounding, as 0.1 + 0.2 and 0.3."""
+    rounded = value * np.array([1, 1 + 2e-16, 1 - 9e-7, 1, 1, 1])
+    for rewards in (np.full(6, value), np.full(6, value, np.float32), rounded):
         rewards[3:] = [1, 0, NAN]  # the other group has some
         advantages = advantages_of(rewards[:, None], np.ones(1, rewards.dtype), 3, how)
         assert advantages[:3].tolist() == [0, 0, 0]

@@ -230,6 +230,23 @@ def test_bad_completions_that_the_policy_has_left_behind_are_dropped() -> None:
 # ---- Sampler weights and top tokens --------------------------------------------------------------
 
 
+@pytest.mark.parametrize("loss_type, share", [("gspo", 1 / 4), ("luspo", 1 / 4), ("dapo", 1 / 2)])
+def test_clip_fractions_of_sequences_are_of_sequences_also_with_one_token(
+    loss_type: str, share: float
+) -> None:
+    """One of four sequences is clipped; two of them have a token, so one of two tokens is."""
+    _, _, metrics = value_and_grad(
+        [[1.0], [0.0], [0.0], [0.0]],
+        np.zeros((4, 1)),
+        [1.0] * 4,
+        [[1], [1], [0], [0]],
+        2,
+        loss_type=loss_type,
+    )
+    assert metrics["clip_ratio/high_mean"] == metrics["clip_ratio/region_mean"] == share
+    assert metrics["clip_ratio/high_max"] == 1 and metrics["clip_ratio/low_min"] == 0
+
+
 def test_a_loss_type_of_no_objective_is_refused() -> None:
     zeros = jnp.zeros((2, 3))
     with pytest.raises(ValueError, match="LOSS_TYPE=ppo is not known"):

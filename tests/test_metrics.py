@@ -64,13 +64,23 @@ def lines(metrics: dict[str, float], **arrays: np.ndarray) -> list[str]:
 
 def test_the_step_line_ends_with_its_seconds_and_each_note_has_a_line() -> None:
     assert lines({}) == [LINE]
-    assert lines({}, advantages=np.zeros(4)) == [LINE, NOTHING]
     without_advantages = BATCH.completion_mask * [[0], [0], [1], [1]]
-    assert lines({}, completion_mask=without_advantages) == [LINE, NOTHING]
-    assert lines({"grad_norm": NAN}) == [
+    assert lines({}, completion_mask=without_advantages) == [
         LINE,
-        "note step=7: update 2 of this step was not applied: grad_norm is nan",
+        "note step=7: MASK_TRUNCATED_COMPLETIONS=1 drops all completions whose advantage is not 0, "
+        "so the policy gradient is 0",
     ]
+    nothing = {"advantages": np.zeros(4), "rewards": np.full(4, NAN)}
+    assert lines({}, **nothing)[1:] == [
+        "note step=7: no completion has a total reward, so the policy gradient is 0"
+    ]
+    equal = {"advantages": np.zeros(4), "rewards": np.array([0.1 + 0.2, 0.3, NAN, 1])}
+    assert lines({}, **equal)[1:] == [NOTHING]
+    # NaN weights sample equal nonsense.
+    for arrays in ({}, nothing, equal):
+        assert lines({"grad_norm": NAN}, **arrays)[1:] == [
+            "note step=7: update 2 of this step was not applied: grad_norm is nan"
+        ]
 
 
 def test_the_step_record_by_hand() -> None:
@@ -148,6 +158,33 @@ def test_several_samples_give_pass_at_k_and_the_error_is_over_questions() -> Non
 def test_a_completion_is_right_if_its_reward_is_at_least_1_and_left_out_if_it_has_none() -> None:
     _, records = evaluated([[1.0, 0.0], [0.5, 1.0], [0.99, NAN], [NAN, 0.0]])
     assert records["eval/accuracy"] == pytest.approx(1 / 3)
+    sums = [0.7 + 0.2 + 0.1, sum([0.1] * 10), sum([1 / 6] * 6)]  # all of them are less than 1
+    line, records = evaluated([[x, 0] for x in (*sums, 1 - 1.1e-6)])
+    assert max(sums) < 1 and records["eval/accuracy"] == 0.75
+    assert line == (
+        "eval step=3 split=test questions=4 accuracy=0.7500 accuracy_se=0.2500 accuracy_of=first "
+        "decoding=greedy t=4.00s"
+    )
+    assert "eval/reward/scored_frac" not in records
+
+
+@pytest.mark.parametrize(
+    "scores, accuracy",
+    [
+        ([1] + [NAN] * 7, "1.0000 accuracy_of=first decoding=greedy t=4.00s scored_frac=0.1250"),
+        ([NAN] * 8, "nan accuracy_of=first decoding=greedy t=4.00s scored_frac=0.0000"),
+        (
+            [1, NAN, 0, 0],
+            "0.3333 accuracy_se=0.3333 accuracy_of=first decoding=greedy t=4.00s "
+            "scored_frac=0.7500",
+        ),
+    ],
+)
+def test_an_accuracy_says_how_many_completions_were_scored(scores: list, accuracy: str) -> None:
+    """A single scored question has no standard error."""
+    line, records = evaluated([[x, 0] for x in scores])
+    assert line == f"eval step=3 split=test questions={len(scores)} accuracy={accuracy}"
+    assert records["eval/reward/scored_frac"] == float(line.rpartition("=")[2])
 
 
 # ---- Accuracy over many questions ----------------------------------------------------------------

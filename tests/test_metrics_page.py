@@ -1,6 +1,7 @@
 """docs/metrics.md has the names of metrics.jsonl."""
 
 import itertools
+import json
 import re
 from pathlib import Path
 
@@ -34,6 +35,7 @@ OF_TURNS = {
 }
 OF_TOP = {"train-other/support/cut_tokens", "train-other/exact_entropy"}
 OF_THE_RUN = OF_TOP | OF_TURNS | {"train-other/reverse_kl"}
+OF_THE_RUN |= {f"{name}reward/scored_frac" for name in ("train-", "eval/", "eval_full/")}
 OF_SFT = {"eval/loss", "eval_full/loss", "time/eval/loss_s", "time/eval_full/loss_s"}
 OF_OTHER_DEVICES = {"memory/device_peak_gib", "throughput/update/mfu"}
 OF_LOSS = ("loss_type", "is_mode")  # the settings on which the names depend
@@ -54,7 +56,12 @@ def as_on_the_page(name: str) -> str:
 def test_the_usual_names_are_those_of_a_run(tmp_path: Path) -> None:
     game = tmp_path / "game.py"
     game.write_text(GAME)
-    given = {"DATASET": str(few_examples(100, 12)), "ENVIRONMENT_CLASS": f"{game}:Game"}
+    for file in few_examples(100, 12).glob("*.jsonl"):
+        examples = [json.loads(line) for line in file.read_text().splitlines()]
+        for example in examples[::2]:
+            example["answer"] = "unknown"  # so that reward_correct does not apply
+        (tmp_path / file.name).write_text("\n".join(map(json.dumps, examples)))
+    given = {"DATASET": str(tmp_path), "ENVIRONMENT_CLASS": f"{game}:Game"}
     records = train(tmp_path / "run", **SETTINGS | given).records
     recorded = {as_on_the_page(name) for record in records for name in record}
     assert {*names_of(USUAL)} | OF_THE_RUN | {"step"} == recorded

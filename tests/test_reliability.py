@@ -3,15 +3,18 @@
 import random
 import re
 import resource
+import shutil
 import signal
 import time
 from pathlib import Path
 from subprocess import Popen
 
+import numpy as np
 import pytest
 from runs import (
     DEMANDING,
     OLDER_EMITTERS,
+    REPO,
     Result,
     assert_same_run,
     checkpoint_arrays,
@@ -21,6 +24,7 @@ from runs import (
     start_two,
     wait_for,
 )
+from safetensors.numpy import load_file, save_file
 
 # Each of two processes has half of the prompts, and one device.
 HALF = environment("BATCH_SIZE=2 TRAIN_MICRO_BATCH_SIZE=4")
@@ -200,3 +204,21 @@ def test_steps_that_are_not_finite_are_not_applied_and_end_the_run_after_the_lim
     assert told == ["1", "1", "1"]
     good, bad = checkpoint_arrays(folder, 1), checkpoint_arrays(folder, 2)
     assert all(good[name].tobytes() == bad[name].tobytes() for name in good)
+
+
+def test_weights_that_are_not_finite_end_the_run_with_a_line_that_names_them(out: Path) -> None:
+    """They sample equal nonsense, whose equal rewards are no cause."""
+    model = out / "model"
+    shutil.copytree(REPO / "tiny", model)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"][3] = np.nan
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    settings = environment("BETA=0 NUM_MINI_BATCHES=1 DYNAMIC_SAMPLING=0 EVAL_EVERY_STEPS=0")
+    result = finish(start_run(out / "run", MODEL_PATH=str(model), **settings), out / "run")
+    assert result.code == 1 and "Traceback" not in result.errors
+    last = result.errors.strip().splitlines()[-1]
+    assert last == (
+        "error: step 2: loss is nan, the last of 3 such steps in a row. Are the weights of "
+        "MODEL_PATH finite?"
+    )
+    assert "equal" not in result.lines and "differ by" not in result.lines

@@ -12,6 +12,7 @@ import pytest
 
 import rewards
 from infra.mistakes import UserMistake
+from loss import group_advantages
 from rewards import (
     BUILT_IN,
     load_reward_functions,
@@ -292,12 +293,64 @@ def test_a_total_is_the_weighted_sum_of_what_applies() -> None:
         return [None if a is None else np.float32(a) for a in answer]
 
     columns = {"answer": [0.5, None, -2.0, None], "question": ["?"] * 4}
-    total, function_rewards = total_rewards(["a", "b", "c", "d"], columns, [odd, rated], [2.0, 0.5])
+    functions, texts = [odd, rated], ["a", "b", "c", "d"]
+    total, function_rewards = total_rewards(texts, columns, functions, [2.0, 0.5], 1)
     assert total.dtype == function_rewards.dtype == np.float64
     np.testing.assert_array_equal(total, [2.25, np.nan, 1.0, 2.0])
     np.testing.assert_array_equal(
         function_rewards, [[1, 0.5], [np.nan] * 2, [1, -2.0], [1, np.nan]]
     )
+
+
+TOTALS = [  # of groups of four: the scores of two functions, the weights, the totals
+    # At least half of the group has a verdict: the others have no total that compares.
+    ([1, 0, None, 1], [1, 1, 1, 1], [1, 0.5], [1.5, 0.5, None, 1.5]),
+    ([1, 0, None, None], [0, 1, 1, 0], [1, 0.5], [1, 0.5, None, None]),
+    # Fewer: the function is left out.
+    ([1, None, None, None], [0, 1, 1, 0], [1, 0.5], [0, 0.5, 0.5, 0]),
+    ([None] * 4, [0, 1, 1, 0], [1, 0.5], [0, 0.5, 0.5, 0]),
+    # Both are incomplete.
+    ([1, None, 0, 1], [1, 1, 1, None], [1, 1], [2, None, 1, None]),
+    ([None, 1, None, None], [None, 1, 0, 1], [1, 1], [None, 1, 0, 1]),
+    # A function of weight 0 only measures.
+    ([1, 0, None, 1], [None, 1, 1, 1], [1, 0], [1, 0, None, 1]),
+    ([None, 1, 1, 1], [0, 1, 0, 1], [0, 2], [0, 2, 0, 2]),
+    # No function is left.
+    ([1, None, None, None], [None] * 4, [1, 1], [None] * 4),
+]
+
+
+@pytest.mark.parametrize("first, second, weights, expected", TOTALS)
+def test_a_completion_without_a_score_that_its_group_has_has_no_total(
+    first: list, second: list, weights: list[float], expected: list
+) -> None:
+    """Beside a second group, with all scores."""
+
+    def judge(completions, **columns):
+        return [*first, 1, 0, 1, 0]
+
+    def rated(completions, **columns):
+        return [*second, 1, 1, 1, 1]
+
+    totals, _ = total_rewards(["a"] * 8, {}, [judge, rated], weights, 4)
+    a, b = weights
+    both = [a + b, b, a + b, b]
+    np.testing.assert_array_equal(totals, np.array([*expected, *both], float))
+
+
+def test_a_missing_verdict_is_no_wrong_answer_to_any_estimator() -> None:
+    """Equal completions of which one has no verdict have no advantage; gdpo is that of TRL."""
+
+    def judge(completions, **columns):
+        return [1.0, 1.0, None, 0.0]
+
+    functions, weights = [judge, rewards.reward_format], [1.0, 0.2]
+    totals, parts = total_rewards(["<think>"] * 4, {}, functions, weights)
+    for estimator in ("grpo", "rloo", "reinforce", "reinforce++", "gdpo"):
+        advantages = group_advantages(
+            totals, 4, estimator=estimator, function_rewards=parts, weights=weights
+        )
+        assert advantages[2] == 0 and advantages[0] == advantages[1] > 0 > advantages[3]
 
 
 def test_the_default_rewards_are_the_three_built_in_ones() -> None:
@@ -319,6 +372,9 @@ def test_the_default_rewards_are_the_three_built_in_ones() -> None:
         ([1.0] * 3, "reward odd must return a list of 2 rewards, not 3"),
         (None, "reward odd must return a list of 2 rewards, not NoneType"),
         ([1.0, "1.0"], "reward odd, completion 1: '1.0' is neither a finite number nor None"),
+        ([1.0, -1e200], r"reward odd, completion 1: -1e\+200 is beyond 1e\+30; scale the rewards"),
+        ([np.float32(2e30), 1], "reward odd, completion 0: .*2e.30.* is beyond 1e.30; scale"),
+        ([10**30 + 10**20, 1], "reward odd, completion 0: 1000.* is beyond 1e.30; scale"),
         (np.array([1.0, np.inf]), "reward odd, completion 1: .*inf.* is neither a finite number"),
     ],
 )

@@ -126,7 +126,7 @@ def rounds_of(*rewards: list[float]) -> list[Batch]:
 
 SAME = [[0.7] * 4, [0.0] * 4, [1.0] * 4, [NAN] * 4, [NAN, 1.0, 1.0, 1.0]]
 # In VARY[0] two rewards equal the mean; in VARY[3] only two rewards apply.
-VARY = [[0.5, 0.5, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0], [0.7, 0.7, 0.7, 0.7000001], [NAN, 0, 1, NAN]]
+VARY = [[0.5, 0.5, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0], [0.7, 0.7, 0.7, 0.70001], [NAN, 0, 1, NAN]]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 """The verdict on a run: each rule on records that are written by hand, the rules that
-docs/survival.md names, and a run whose reward is hacked beside the healthy one of the README."""
+docs/verdict.md names, and a run whose reward is hacked beside the healthy one of the README."""
 
 import json
 import math
@@ -51,13 +51,15 @@ def records(n: int, metrics: dict[str, Values]) -> list[dict[str, Any]]:
 
 
 def history(
-    metrics: dict[str, Values], n: int = 20, evals: Sequence[tuple[int, float, float]] = ()
+    metrics: dict[str, Values], n: int = 20, evals: Sequence[tuple[float, ...]] = ()
 ) -> History:
-    """evals: (step, accuracy, its standard error) of each evaluation."""
+    """evals: (step, accuracy, its standard error) of each evaluation of 500 questions; one of
+    which not all are scored has also the share of those that are."""
     steps = records(n, metrics)
     evaluations = [
         {"step": i, "eval/accuracy": x, "eval/accuracy_se": e, "eval/questions_global": 500}
-        for i, x, e in evals
+        | dict(zip(["eval/reward/scored_frac"], share, strict=False))
+        for i, x, e, *share in evals
     ]
     return History(SETTINGS, [*steps, *evaluations], steps, evaluations, "done", "", {})
 
@@ -97,6 +99,8 @@ SICK = [
     ("no_accuracy", history({RIGHT: change(0.4, None)})),
     ("no_accuracy", history(FLAT | {RIGHT: NAN}, n=60)),
     ("no_accuracy", history({}, evals=[(0, 0.4, 0.02), (20, NAN, NAN)])),
+    ("few_scored", history({}, evals=[(0, 0.4, 0.02), (20, 1.0, NAN, 1 / 500)])),
+    ("few_scored", history({}, n=1, evals=[(0, 0.7, 0.2, 9 / 500)])),
     ("all_truncated", history({CUT: 0.9})),
     ("entropy_collapsed", history({ENTROPY: change(1, 0.099), RIGHT: change(0.4, 0.69)})),
     ("all_wrong", history(WRONG | {GRADED: 0.02}, evals=[(0, 0.0, 0.0), (20, 0.02, 0.01)])),
@@ -121,6 +125,7 @@ WELL = [
     ("sampler_drift", history({DRIFT: lambda i: 0.00099 if i == 12 else 0.5})),
     ("no_accuracy", history({RIGHT: lambda i: 0.5 if i == 19 else None})),
     ("no_accuracy", history({}, evals=[(0, NAN, NAN), (20, 0.6, 0.02)])),
+    ("few_scored", history({}, evals=[(0, 0.4, 0.1, 9 / 500), (20, 0.6, 0.1, 10 / 500)])),
     ("all_truncated", history({CUT: 0.89})),
     ("entropy_collapsed", history({ENTROPY: change(1, 0.101), RIGHT: change(0.4, 0.69)})),
     ("entropy_collapsed", history({ENTROPY: change(1, 0.01), RIGHT: change(0.4, 0.7)})),
@@ -168,6 +173,11 @@ def test_a_healthy_run_is_told_what_it_has_reached() -> None:
         f"{start}accuracy 0.4460 (500 questions, standard error 0.0222) -> 0.9680 (500 questions, "
         "standard error 0.0079), mean reward 1.0000 -> 1.5000"
     ]
+    scored = verdict(history({}, evals=[(0, 0.4, 0.02), (20, 0.6, 0.03, 0.5)]))
+    assert scored[0].startswith(
+        f"{start}accuracy 0.4000 (500 questions, standard error 0.0200) -> 0.6000 (500 questions, "
+        "0.5000 of the completions scored, standard error 0.0300), mean reward"
+    )
     assert verdict(history({}, evals=evals[:1])) == [f"{start}mean reward 1.0000 -> 1.5000"]
     assert verdict(history({}, evals=[(0, 0.446, 0.03), (20, 0.52, 0.03)])) == [
         f"{start}accuracy 0.4460 (500 questions, standard error 0.0300) -> 0.5200 (500 questions, "
@@ -294,7 +304,5 @@ def test_the_run_of_the_readme_learns_to_calculate_and_raises_no_alarm(tmp_path:
 
 
 def test_the_page_tells_all_rules_in_their_order() -> None:
-    section = (
-        (REPO / "docs" / "survival.md").read_text(encoding="utf-8").partition("## The verdict")[2]
-    )
-    assert re.findall(r"^- \*\*(\w+)\*\*", section, re.M) == [*RULES]
+    page = (REPO / "docs" / "verdict.md").read_text(encoding="utf-8")
+    assert re.findall(r"^- \*\*(\w+)\*\*", page, re.M) == [*RULES]

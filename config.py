@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from infra import sizes
+from infra.environment import describe_newer_packages, raise_if_float64
 from infra.mistakes import UserMistake, describe_ignored_names, exit_with_mistakes
 from infra.settings import (
     MESH,
@@ -569,11 +570,13 @@ def load(
             except BrokenPipeError:  # the reader of the pipe, such as `head`, has ended
                 os._exit(0)  # A normal exit would flush again and print a traceback.
             raise SystemExit(0)
+        raise_if_float64(env)
+        newer = describe_newer_packages() if env is os.environ else []
     except UserMistake as error:
         exit_with_mistakes(error)
     layers |= {name.lower(): ".env" for name in dotenv}
     run_notes = () if answers else (*notes(cfg, layers), *lines)
-    note_lines = [f"note: {line}" for line in (*run_notes, *describe_ignored_names(env))]
+    note_lines = [f"note: {line}" for line in (*run_notes, *describe_ignored_names(env), *newer)]
     return cfg, args, [changed(cfg, layers), *note_lines]
 
 

@@ -58,6 +58,7 @@ def result_fingerprint(run: "Run") -> dict[str, str]:
         values["REWARD_COEF"] = to_text(cfg.reward_coef)
     if cfg.chat_template_kwargs:
         values["CHAT_TEMPLATE_KWARGS"] = json.dumps(cfg.template_kwargs(), sort_keys=True)
+    values |= hosts.changed_random_numbers()
     values["ENVIRONMENT_CLASS"] = Path(cfg.environment_class).name
     if run.rollout.environments:  # the template also writes their messages
         template = run.rollout.chat_format.template()

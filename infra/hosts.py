@@ -28,6 +28,17 @@ from infra.mistakes import Unwritable, UserMistake
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SILENCE_S = 30  # a process that is silent for so many seconds counts as dead
+# By these names launchers say how many processes they start: jax, MaxText, Open MPI, Hydra (MPICH,
+# Intel MPI), MVAPICH, torchrun, Horovod and SkyPilot.
+COUNTS = """JAX_NUM_PROCESSES JAX_PROCESS_COUNT NNODES OMPI_COMM_WORLD_SIZE PMI_SIZE
+    MV2_COMM_WORLD_SIZE WORLD_SIZE HOROVOD_SIZE SKYPILOT_NUM_NODES""".split()
+PARTS_OF_AN_ADDRESS = ("JAX_COORDINATOR_IP", "JAX_PROCESS_ID")  # nobody sets them for one process
+# Settings of jax on which random numbers depend, and their defaults.
+RANDOM_NUMBERS = {
+    "jax_default_prng_impl": "threefry2x32",
+    "jax_threefry_partitionable": True,
+    "jax_random_seed_offset": 0,
+}
 
 # ---- Joining -------------------------------------------------------------------------------------
 
@@ -47,6 +58,8 @@ def start_jax(compilation_cache_dir: str, init_timeout_s: int) -> None:
     if not os.environ.get("JAX_PLATFORMS") and not has_tpu():
         # jax would start libtpu, if it is installed, and libtpu prints errors without a TPU.
         register_backend_factory("tpu", lambda: None)
+    for name, value in changed_random_numbers().items():
+        print(f"note: {name}={value} makes other random numbers, so a resumed run must keep it")
     join_processes(init_timeout_s)
     try:
         jax.devices()
@@ -85,6 +98,11 @@ def join_processes(init_timeout_s: int) -> None:
     env, this_process = os.environ, ""
     cluster: dict[str, Any] = {}  # arguments of jax.distributed.initialize
     if address := env.get("JAX_COORDINATOR_ADDRESS"):
+        if not re.fullmatch(r"(dns:///)?([^:/]+|\[.+\]):[1-9]\d{0,4}", address):
+            raise UserMistake(
+                f"JAX_COORDINATOR_ADDRESS={address} is not host:port, such as 10.0.0.1:8476 or "
+                f"[::1]:8476"
+            )
         counts = [env.get(name, "") for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")]
         if not all(count.isdecimal() for count in counts) or int(counts[1]) >= int(counts[0]):
             raise UserMistake(
@@ -97,6 +115,7 @@ def join_processes(init_timeout_s: int) -> None:
     elif int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:  # a script of sbatch is no step
         cluster = {"cluster_detection_method": "slurm"}
     elif not ((env.get("JAX_PLATFORMS") or "tpu").startswith("tpu") and has_tpu()):
+        raise_if_launched_with_others()
         return  # this is the only process
     # jax gives each task of srun one GPU. The only task of a node takes all GPUs, and so
     # does a task to which Slurm shows no others.
@@ -116,6 +135,23 @@ def join_processes(init_timeout_s: int) -> None:
         **cluster, initialization_timeout=init_timeout_s + 30, heartbeat_timeout_seconds=SILENCE_S
     )
     limit.cancel()
+
+
+def raise_if_launched_with_others() -> None:
+    """Raises UserMistake if a launcher has started several processes, each of which would train a
+    model of its own. JAX_NUM_PROCESSES=1 says that this is meant."""
+    env = os.environ
+    # With SLURM_STEP_NUM_TASKS=1 each task of srun is a run; srun itself may set PMI_SIZE.
+    tasks = env.get("SLURM_NTASKS") if "SLURM_STEP_NUM_TASKS" in env else None
+    names = [name for name in COUNTS if env.get(name, "") not in ("", "0", "1", tasks)]
+    names += [name for name in PARTS_OF_AN_ADDRESS if env.get(name)]
+    if names and env.get("JAX_NUM_PROCESSES") != "1":
+        seen = " ".join(f"{name}={env[name]}" for name in names)
+        raise UserMistake(
+            f"{seen}: this seems to be one of several processes, and would train alone; set "
+            f"JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES and JAX_PROCESS_ID on each, or "
+            f"JAX_NUM_PROCESSES=1 if it is a run of its own"
+        )
 
 
 # ---- Comparing -----------------------------------------------------------------------------------
@@ -211,6 +247,12 @@ def package_versions() -> dict[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             numbers[package] = metadata.version(package)
     return numbers
+
+
+def changed_random_numbers() -> dict[str, str]:
+    """The environment variables of jax that make other random numbers, {name: value}."""
+    values = {name: getattr(jax.config, name) for name in RANDOM_NUMBERS}
+    return {name.upper(): str(x) for name, x in values.items() if x != RANDOM_NUMBERS[name]}
 
 
 def short_digest(content: bytes) -> str:

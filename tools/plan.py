@@ -213,7 +213,7 @@ def print_sizes(plan: Plan, slice_name: str) -> None:
         f"({cfg.rollout_mesh_shape}{plan.mesh_reason})\n"
         f"dtype={training.dtype} remat={training.remat} attention_impl={training.attention_impl} "
         f"policy_loss_impl={cfg.policy_loss_impl}",
-        *["compiled for an H100, with the memory of this GPU"] * (slice_name in GPUS),
+        *["compiled for an H100, with the memory of this GPU"] * (slice_name.lower() in GPUS),
         sep="\n",
         flush=True,
     )
@@ -289,10 +289,12 @@ dnn_version_info { major: 9 minor: 12 patch: 0 }
 
 
 def slice_devices(name: str) -> Sequence[jax.Device]:
-    """The devices of a TPU slice, or the only device of a GPU.
+    """The devices of a TPU slice, or the only device of a GPU. name: in any case; gcloud calls
+    v5e-8 v5litepod-8.
 
     Raises UserMistake if the name is unknown or its compiler is not installed.
     """
+    name = name.lower().replace("v5litepod-", "v5e-")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)  # it cannot read these programs again
     if name in GPUS:

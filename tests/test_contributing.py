@@ -136,6 +136,14 @@ def test_no_function_is_longer_than_the_rule_says() -> None:
     assert longer == [("train_grpo", "main")]
 
 
+def test_no_class_inherits_from_another_class_of_this_project() -> None:
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in code().values()]
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    names = {node.name for node in classes}
+    bases = {ast.unparse(base).rpartition(".")[2] for node in classes for base in node.bases}
+    assert {"StopSignal", "Batch"} <= names and not names & bases
+
+
 def test_every_setting_is_read() -> None:
     """As cfg.NAME or run.cfg.NAME, in config.py as self.NAME, or by its name."""
     texts = {name: file.read_text(encoding="utf-8") for name, file in code().items()}
@@ -150,7 +158,7 @@ def test_every_setting_is_read() -> None:
 # in LaTeX and of a picture, which a run needs only for the setting that names them.
 PACKAGES = {"yaml": "pyyaml", "orbax": "orbax-checkpoint", "sgl_jax": "sglang-jax"}
 OPTIONAL = {"sglang-jax", "wandb", "trackio", "tensorboard", "reasoning_gym", "math_verify"}
-OPTIONAL |= {"matplotlib", "pytest"}
+OPTIONAL |= {"matplotlib", "pytest", "packaging"}  # without packaging versions are not compared
 
 
 def imported_packages() -> set[str]:

@@ -40,6 +40,8 @@ INPUTS = [  # environment, words of the line
 RUNS = {  # found only by a run: its environment, words of the line
     "another platform": ({"JAX_PLATFORMS": "rocm"}, "JAX_PLATFORMS=rocm: no such device here"),
     "no coordinator": ({"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1"}, "needs JAX_NUM_PROCESSES"),
+    "no port": ({"JAX_COORDINATOR_ADDRESS": "127.0.0.1"}, "127.0.0.1 is not host:port, such as"),
+    "mpirun": ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2: this seems to be one of"),
     "no bucket": ({"CHECKPOINT_DIR": "nosuch://bucket"}, "CHECKPOINT_DIR=nosuch://bucket: "),
 }
 

@@ -83,6 +83,70 @@ def test_a_process_number_must_be_below_the_number_of_processes(monkeypatch) -> 
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "OMPI_COMM_WORLD_SIZE=2",
+        "PMI_SIZE=4",  # MPICH and Intel MPI
+        "MV2_COMM_WORLD_SIZE=2",
+        "WORLD_SIZE=8",  # torchrun
+        "JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=1",
+        "JAX_PROCESS_ID=0",
+        "NNODES=2 JAX_COORDINATOR_IP=10.0.0.1",  # MaxText
+        "JAX_PROCESS_COUNT=2 JAX_PROCESS_ID=0",  # MaxText on CPUs
+        "HOROVOD_SIZE=2",
+        "SKYPILOT_NUM_NODES=2",
+    ],
+)
+def test_a_process_that_a_launcher_started_among_others_does_not_train_alone(
+    monkeypatch, text: str
+) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    with pytest.raises(UserMistake) as error:
+        arguments_of_jax(monkeypatch, f"{text} SLURM_NTASKS=2")
+    assert str(error.value) == (
+        f"{text}: this seems to be one of several processes, and would train alone; set "
+        "JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES and JAX_PROCESS_ID on each, or "
+        "JAX_NUM_PROCESSES=1 if it is a run of its own"
+    )
+    for name in environment(text):
+        monkeypatch.setenv(name, "" if name.startswith("JAX") else "1")
+    assert arguments_of_jax(monkeypatch, "RANK=0 SLURM_NTASKS=2") == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "WORLD_SIZE=8 JAX_PROCESS_ID=0 JAX_NUM_PROCESSES=1",
+        "OMPI_COMM_WORLD_SIZE=1 PMI_SIZE=1 WORLD_SIZE=1 NNODES=1 JAX_PROCESS_COUNT=1",
+        # The tasks of srun, which also sets PMI_SIZE, are runs of their own.
+        "SLURM_NTASKS=4 PMI_SIZE=4 SLURM_STEP_NUM_TASKS=1",
+    ],
+)
+def test_a_process_that_is_meant_to_be_alone_is_no_mistake(monkeypatch, text: str) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert arguments_of_jax(monkeypatch, text) == {}
+
+
+def test_the_hosts_of_a_tpu_find_each_other_whatever_a_launcher_has_set(monkeypatch) -> None:
+    monkeypatch.setattr(hosts, "has_tpu", lambda: True)
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu,cpu")
+    assert arguments_of_jax(monkeypatch, "WORLD_SIZE=2 NNODES=2") == ALL
+
+
+@pytest.mark.parametrize(
+    "address", ["10.0.0.1", "host:", ":1234", "host:0", "::1:29511", "[::1]", "http://host:1234"]
+)
+def test_an_address_is_a_host_and_a_port(monkeypatch, address: str) -> None:
+    both = " JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=1"
+    words = f"^JAX_COORDINATOR_ADDRESS={re.escape(address)} is not host:port, such as "
+    with pytest.raises(UserMistake, match=words):
+        arguments_of_jax(monkeypatch, f"JAX_COORDINATOR_ADDRESS={address}{both}")
+    for right in ("[::1]:29512", "node-7.cluster:8476", "dns:///10.0.0.1:1"):
+        arguments = arguments_of_jax(monkeypatch, f"JAX_COORDINATOR_ADDRESS={right}{both}")
+        assert arguments["coordinator_address"] == right
+
+
+@pytest.mark.parametrize(
     "text, devices",
     [
         ("1(x4)", ALL),

@@ -13,6 +13,7 @@ from runs import Result, assert_same_run, few_examples, finish, metric_records, 
 
 from config import Config
 from fingerprint import result_fingerprint
+from infra import hosts
 from infra.checkpoint import Checkpoints, Progress, array_names, raise_if_arrays_differ
 from infra.mistakes import UserMistake
 from infra.resume import begin_or_resume, describe_changes, open_checkpoints, read_run, write_run
@@ -204,6 +205,28 @@ def test_what_decides_results_is_compared_by_name_and_what_does_not_is_free(
     assert {n for n in before | after if before.get(n) != after.get(n)} == {
         *name.split(" and ")
     } - {""}
+
+
+@pytest.mark.parametrize(
+    "name, value, default",
+    [
+        ("JAX_DEFAULT_PRNG_IMPL", "unsafe_rbg", "threefry2x32"),
+        ("JAX_THREEFRY_PARTITIONABLE", False, True),
+        ("JAX_RANDOM_SEED_OFFSET", 7, 0),
+    ],
+)
+def test_other_random_numbers_of_jax_are_compared_and_the_usual_ones_change_no_fingerprint(
+    before: dict[str, str], capsys: pytest.CaptureFixture[str], name: str, value, default
+) -> None:
+    assert not any(key.startswith("JAX_") for key in before)
+    jax.config.update(name.lower(), value)
+    try:
+        assert made_with() == before | {name: str(value)}
+        hosts.start_jax("", 60)
+    finally:
+        jax.config.update(name.lower(), default)
+    line = f"note: {name}={value} makes other random numbers, so a resumed run must keep it\n"
+    assert line in capsys.readouterr().out
 
 
 def test_a_run_with_a_reference_must_find_the_same_weights_in_its_model(tmp_path: Path) -> None:

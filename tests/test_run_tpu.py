@@ -245,6 +245,24 @@ def test_a_dry_run_calls_nothing_and_needs_no_package_of_python(unchanged: Cloud
     assert not unchanged.calls() and not [*unchanged.home(0).iterdir()]
 
 
+@pytest.mark.parametrize(
+    "name, kind, version",
+    [
+        ("v5e-8", "v5litepod-8", "v2-alpha-tpuv5-lite"),
+        ("v5litepod-16", "v5litepod-16", "v2-alpha-tpuv5-lite"),
+        ("V5E-1", "v5litepod-1", "v2-alpha-tpuv5-lite"),
+        ("V6E-8", "v6e-8", "v2-alpha-tpuv6e"),
+        ("v5p-8", "v5p-8", "v2-alpha-tpuv5"),
+        ("v4-8", "v4-8", "tpu-ubuntu2204-base"),
+    ],
+)
+def test_a_tpu_vm_is_created_by_the_name_of_gcloud(
+    unchanged: Cloud, name: str, kind: str, version: str
+) -> None:
+    code, lines = unchanged.call("create", "--dry-run", TPU_TYPE=name)
+    assert code == 0 and f" --accelerator-type={kind} --version={version} " in lines
+
+
 def test_a_run_needs_a_commit_that_is_pushed_and_checked_out_on_all_workers(cloud: Cloud) -> None:
     cloud.train_with("print('DONE: ')")
     (cloud.laptop / "README.md").write_text("changed")

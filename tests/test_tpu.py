@@ -196,3 +196,18 @@ def test_a_slice_has_the_devices_and_hosts_that_the_cloud_gives() -> None:
         slices[name] = len(devices), len({d.process_index for d in devices})
         assert chips.chip_of(devices[0]) is chips.CHIPS[name.partition("-")[0]]
     assert slices == DEVICES_AND_HOSTS
+
+
+@pytest.mark.parametrize(
+    "name, kind, devices",
+    [
+        ("v5litepod-8", "TPU v5 lite", 8),
+        ("v5litepod-16", "TPU v5 lite", 16),
+        ("V5E-4", "TPU v5 lite", 4),
+        ("V6E-8", "TPU v6 lite", 8),
+        ("V5P-8", "TPU v5", 4),
+    ],
+)
+def test_a_plan_knows_the_names_of_gcloud_in_any_case(name: str, kind: str, devices: int) -> None:
+    found = slice_devices(name)
+    assert (found[0].device_kind, len(found)) == (kind, devices)

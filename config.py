@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from infra import sizes
-from infra.environment import describe_newer_packages, raise_if_float64
+from infra.environment import describe_newer_packages
 from infra.mistakes import UserMistake, describe_ignored_names, exit_with_mistakes
 from infra.settings import (
     MESH,
@@ -570,7 +570,8 @@ def load(
             except BrokenPipeError:  # the reader of the pipe, such as `head`, has ended
                 os._exit(0)  # A normal exit would flush again and print a traceback.
             raise SystemExit(0)
-        raise_if_float64(env)
+        if (x64 := env.get("JAX_ENABLE_X64", "0")).lower() not in "0 false f no n off".split():
+            raise UserMistake(f"JAX_ENABLE_X64={x64}: a run has no numbers of 64 bits; unset it")
         newer = describe_newer_packages() if env is os.environ else []
     except UserMistake as error:
         exit_with_mistakes(error)

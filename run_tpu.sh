@@ -102,17 +102,16 @@ worker_command() {
 }
 
 create() {
-  local version type
-  type=$(echo "${TPU_TYPE:-}" | tr '[:upper:]' '[:lower:]')
-  type=${type/#v5e-/v5litepod-}  # what gcloud calls a v5e
-  case $type in
+  local version
+  TPU_TYPE=$(echo "${TPU_TYPE:-}" | tr '[:upper:]' '[:lower:]' | sed 's/^v5e-/v5litepod-/')
+  case ${TPU_TYPE:-} in
     '') fail "set TPU_TYPE to the type of the TPU VM, such as v6e-8" ;;
     v6e*) version=v2-alpha-tpuv6e ;;
     v5p*) version=v2-alpha-tpuv5 ;;
     v5*) version=v2-alpha-tpuv5-lite ;;
     *) version=tpu-ubuntu2204-base ;;
   esac
-  gcloud_tpu create "$TPU_NAME" "--accelerator-type=$type" \
+  gcloud_tpu create "$TPU_NAME" "--accelerator-type=$TPU_TYPE" \
     "--version=${TPU_VERSION:-$version}" ${TPU_SPOT:+--spot}
 }
 

@@ -4,7 +4,6 @@ the inputs, chooses how the model is computed, and loads or resumes the training
 Cheap checks come first. The mistakes of a user end in a UserMistake with a line for each.
 `python startup.py` only joins the processes and prints their devices and versions.
 """
-# ruff: noqa: E402 - settings are read and checked before jax is imported
 
 import dataclasses
 import math
@@ -16,15 +15,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import config
-
-if __name__ == "__main__":
-    CFG, *_ = config.load([])  # This ends the program for mistakes.
-
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+import config
 import data
 import rewards
 from config import Config
@@ -713,7 +708,8 @@ def export(run: Run, out: Path, params: Params) -> None:
 if __name__ == "__main__":
     with hosts.exiting_on_error():
         try:
-            hosts.start_jax(CFG.jax_compilation_cache_dir, CFG.init_timeout_s)
+            cfg, *_ = config.load([])
+            hosts.start_jax(cfg.jax_compilation_cache_dir, cfg.init_timeout_s)
         except UserMistake as error:
             exit_with_mistakes(error)
         print("versions", *(f"{name}={x}" for name, x in hosts.package_versions().items()))

@@ -28,17 +28,9 @@ from infra.mistakes import Unwritable, UserMistake
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SILENCE_S = 30  # a process that is silent for so many seconds counts as dead
-# By these names launchers say how many processes they start: jax, MaxText, Open MPI, Hydra (MPICH,
-# Intel MPI), MVAPICH, torchrun, Horovod and SkyPilot.
+# The number of processes, as jax, MaxText, MPIs, torchrun, Horovod and SkyPilot call it.
 COUNTS = """JAX_NUM_PROCESSES JAX_PROCESS_COUNT NNODES OMPI_COMM_WORLD_SIZE PMI_SIZE
     MV2_COMM_WORLD_SIZE WORLD_SIZE HOROVOD_SIZE SKYPILOT_NUM_NODES""".split()
-PARTS_OF_AN_ADDRESS = ("JAX_COORDINATOR_IP", "JAX_PROCESS_ID")  # nobody sets them for one process
-# Settings of jax on which random numbers depend, and their defaults.
-RANDOM_NUMBERS = {
-    "jax_default_prng_impl": "threefry2x32",
-    "jax_threefry_partitionable": True,
-    "jax_random_seed_offset": 0,
-}
 
 # ---- Joining -------------------------------------------------------------------------------------
 
@@ -99,10 +91,8 @@ def join_processes(init_timeout_s: int) -> None:
     cluster: dict[str, Any] = {}  # arguments of jax.distributed.initialize
     if address := env.get("JAX_COORDINATOR_ADDRESS"):
         if not re.fullmatch(r"(dns:///)?([^:/]+|\[.+\]):[1-9]\d{0,4}", address):
-            raise UserMistake(
-                f"JAX_COORDINATOR_ADDRESS={address} is not host:port, such as 10.0.0.1:8476 or "
-                f"[::1]:8476"
-            )
+            form = "host:port, such as 10.0.0.1:8476 or [::1]:8476"
+            raise UserMistake(f"JAX_COORDINATOR_ADDRESS={address} is not {form}")
         counts = [env.get(name, "") for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")]
         if not all(count.isdecimal() for count in counts) or int(counts[1]) >= int(counts[0]):
             raise UserMistake(
@@ -138,19 +128,17 @@ def join_processes(init_timeout_s: int) -> None:
 
 
 def raise_if_launched_with_others() -> None:
-    """Raises UserMistake if a launcher has started several processes, each of which would train a
-    model of its own. JAX_NUM_PROCESSES=1 says that this is meant."""
+    """Raises UserMistake if a launcher has started several processes, which would train alone."""
     env = os.environ
-    # With SLURM_STEP_NUM_TASKS=1 each task of srun is a run; srun itself may set PMI_SIZE.
+    # srun may set PMI_SIZE; with SLURM_STEP_NUM_TASKS=1 each of its tasks is a run of its own.
     tasks = env.get("SLURM_NTASKS") if "SLURM_STEP_NUM_TASKS" in env else None
-    names = [name for name in COUNTS if env.get(name, "") not in ("", "0", "1", tasks)]
-    names += [name for name in PARTS_OF_AN_ADDRESS if env.get(name)]
-    if names and env.get("JAX_NUM_PROCESSES") != "1":
-        seen = " ".join(f"{name}={env[name]}" for name in names)
+    seen = [name for name in COUNTS if env.get(name, "") not in ("", "0", "1", tasks)]
+    seen += [name for name in ("JAX_COORDINATOR_IP", "JAX_PROCESS_ID") if env.get(name)]
+    if seen and env.get("JAX_NUM_PROCESSES") != "1":
         raise UserMistake(
-            f"{seen}: this seems to be one of several processes, and would train alone; set "
-            f"JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES and JAX_PROCESS_ID on each, or "
-            f"JAX_NUM_PROCESSES=1 if it is a run of its own"
+            f"{' '.join(f'{name}={env[name]}' for name in seen)}: this seems to be one of several "
+            f"processes, and would train alone; set JAX_COORDINATOR_ADDRESS=host:port, "
+            f"JAX_NUM_PROCESSES and JAX_PROCESS_ID on each, or JAX_NUM_PROCESSES=1 to train alone"
         )
 
 
@@ -250,9 +238,12 @@ def package_versions() -> dict[str, str]:
 
 
 def changed_random_numbers() -> dict[str, str]:
-    """The environment variables of jax that make other random numbers, {name: value}."""
-    values = {name: getattr(jax.config, name) for name in RANDOM_NUMBERS}
-    return {name.upper(): str(x) for name, x in values.items() if x != RANDOM_NUMBERS[name]}
+    """The settings of jax that make other random numbers than its defaults, {name: value}."""
+    usual = dict(
+        default_prng_impl="threefry2x32", threefry_partitionable=True, random_seed_offset=0
+    )
+    values = {name: getattr(jax.config, f"jax_{name}") for name in usual}
+    return {f"JAX_{name.upper()}": str(x) for name, x in values.items() if x != usual[name]}
 
 
 def short_digest(content: bytes) -> str:

@@ -59,9 +59,9 @@ def test_packages_below_a_bound_are_refused_in_one_line_with_the_command(
     [
         ("optax==0.2.6", ""),
         ("optax==0.2.8+local", ""),
-        ("optax==0.3.0", "optax 0.3.0 is newer than requirements.txt allows (<0.3)"),
-        ("transformers==6.0.0.dev0", "transformers 6.0.0.dev0 is newer than requirements.txt allo"),
-        ("tqdm==5.1", "tqdm 5.1 is newer than requirements.txt allows (<5)"),
+        ("optax==0.3.0", "optax 0.3.0 is newer than any tested version (<0.3)"),
+        ("transformers==6.0.0.dev0", "transformers 6.0.0.dev0 is newer than any tested version (<6"),
+        ("tqdm==5.1", "tqdm 5.1 is newer than any tested version (<5)"),
     ],
 )
 def test_a_package_above_a_bound_is_a_note(
@@ -94,7 +94,7 @@ def test_where_the_engine_is_installed_its_bounds_replace_those_of_the_same_pack
 ) -> None:
     files = tmp_path / "requirements.txt", tmp_path / "requirements-sglang.txt"
     files[0].write_text("jax>=0.11.1,<0.13\njinja2>=3.1,<4")
-    files[1].write_text("jax>=0.10.0,<0.11\njinja2\npathwaysutils>=99")
+    files[1].write_text("jax>=0.10.0,<0.11\njinja2")
     for name, file in zip(("REQUIREMENTS", "OF_ENGINE"), files, strict=True):
         monkeypatch.setattr(environment, name, file)
     install(tmp_path, "jax==0.10.2", "jinja2==3.1.6")
@@ -111,7 +111,7 @@ def test_where_the_engine_is_installed_its_bounds_replace_those_of_the_same_pack
     assert mistake().endswith(f"pip install -r {files[0]} && pip install -r {files[1]}")
 
 
-@pytest.mark.parametrize("script", ["train_grpo.py", "train_sft.py", "startup.py", "config.py"])
+@pytest.mark.parametrize("script", ["train_grpo.py", "train_sft.py", "config.py"])
 def test_a_script_says_so_before_it_imports_what_breaks_and_config_py_prints(
     tmp_path: Path, script: str
 ) -> None:
@@ -131,8 +131,8 @@ def test_a_script_says_so_before_it_imports_what_breaks_and_config_py_prints(
 def test_numbers_of_64_bits_are_refused_by_the_name_of_their_variable(value: str, capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
         config.load([], {"JAX_ENABLE_X64": value})
-    line = f"error: JAX_ENABLE_X64={value}: numbers of 64 bits do not fit the programs of a run; "
-    assert capsys.readouterr().err == f"{line}unset it, or set 0\n"
+    line = f"error: JAX_ENABLE_X64={value}: a run has no numbers of 64 bits; unset it\n"
+    assert capsys.readouterr().err == line
     for off in ("0", "False", "off"):
         config.load([], {"JAX_ENABLE_X64": off})
     with pytest.raises(SystemExit, match="0"):

@@ -106,7 +106,7 @@ def test_a_process_that_a_launcher_started_among_others_does_not_train_alone(
     assert str(error.value) == (
         f"{text}: this seems to be one of several processes, and would train alone; set "
         "JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES and JAX_PROCESS_ID on each, or "
-        "JAX_NUM_PROCESSES=1 if it is a run of its own"
+        "JAX_NUM_PROCESSES=1 to train alone"
     )
     for name in environment(text):
         monkeypatch.setenv(name, "" if name.startswith("JAX") else "1")

@@ -289,12 +289,11 @@ dnn_version_info { major: 9 minor: 12 patch: 0 }
 
 
 def slice_devices(name: str) -> Sequence[jax.Device]:
-    """The devices of a TPU slice, or the only device of a GPU. name: in any case; gcloud calls
-    v5e-8 v5litepod-8.
+    """The devices of a TPU slice, or the only device of a GPU.
 
     Raises UserMistake if the name is unknown or its compiler is not installed.
     """
-    name = name.lower().replace("v5litepod-", "v5e-")
+    name = name.lower().replace("v5litepod-", "v5e-")  # gcloud's name
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)  # it cannot read these programs again
     if name in GPUS:

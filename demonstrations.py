@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import data
 from data import ChatFormat, Example, Message
+from infra.log import progress_bar
 from infra.mistakes import UserMistake
 
 
@@ -39,20 +40,22 @@ def build_demonstrations(
         reason = "its chat template ends answers with no token, and the tokenizer has no EOS token"
         raise UserMistake(f"MODEL_PATH (or CHAT_TEMPLATE): {reason}; set another CHAT_TEMPLATE")
     demonstrations = []
-    for example in examples:
-        columns = {**example}
-        completion, source = columns.pop("completions")
-        # Turns of the prompt, such as those of SYSTEM_PROMPT, are not trained on.
-        turns = sum(message["role"] == "assistant" for message in completion)
-        chat = chat_format.messages_of(columns) + completion
-        try:
-            [chat] = data.checked_chats([chat], chat_format)
-            pieces = cut_out_turns(chat, turns, chat_format, end, is_written=end_id is not None)
-            ids, *parts = tokenize_pieces(pieces, chat_format, vocab_size)
-        except UserMistake as error:
-            raise UserMistake(f"{source}: {error}") from None
-        mask = [1 - i % 2 for i, part in enumerate(parts) for _ in part]
-        demonstrations.append(Demonstration(ids, columns, sum(parts, []), mask, source))
+    with progress_bar("tokenizing", len(examples), "demonstrations") as bar:
+        for example in examples:
+            columns = {**example}
+            completion, source = columns.pop("completions")
+            # Turns of the prompt, such as those of SYSTEM_PROMPT, are not trained on.
+            turns = sum(message["role"] == "assistant" for message in completion)
+            chat = chat_format.messages_of(columns) + completion
+            try:
+                [chat] = data.checked_chats([chat], chat_format)
+                pieces = cut_out_turns(chat, turns, chat_format, end, is_written=end_id is not None)
+                ids, *parts = tokenize_pieces(pieces, chat_format, vocab_size)
+            except UserMistake as error:
+                raise UserMistake(f"{source}: {error}") from None
+            mask = [1 - i % 2 for i, part in enumerate(parts) for _ in part]
+            demonstrations.append(Demonstration(ids, columns, sum(parts, []), mask, source))
+            bar.update()
     return demonstrations
 
 

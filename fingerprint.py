@@ -38,7 +38,7 @@ def result_fingerprint(run: "Run") -> dict[str, str]:
     values["the stop tokens"] = str(run.rollout.stopping.stop_ids)
     for name in ("config.json", "tokenizer.json"):
         values[f"the model's {name}"] = hosts.short_digest((folder / name).read_bytes())
-    prompts = [prompt[:4] for prompt in run.train_prompts]  # without the source of a Demonstration
+    prompts = (prompt[:4] for prompt in run.train_prompts)  # without the source of a Demonstration
     values["the tokenized prompts"] = hosts.json_digest(prompts)
     if cfg.beta > 0 or run.learner.compute.model.lora:  # a resumed run reads these weights again
         files = sorted(folder.glob("*.safetensors"))

@@ -429,7 +429,7 @@ def prompts_of_split(
 def check_messages(examples: list[data.Example], chat_format: data.ChatFormat, split: str) -> None:
     """Prints which fields of messages the chat template leaves out, and how many questions have
     special tokens. Raises UserMistake if it leaves out a role's texts or calls of tools."""
-    chats = [chat_format.messages_of(e) + [*e.get("completions", ([],))[0]] for e in examples]
+    chats = (chat_format.messages_of(e) + [*e.get("completions", ([],))[0]] for e in examples)
     unread = data.unread_fields(chats, chat_format)
     names = []
     for (role, field), always in sorted(unread.items()):

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
@@ -250,8 +250,13 @@ def short_digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:12]
 
 
-def json_digest(values: Sequence[Any]) -> str:
-    return short_digest(json.dumps(values, default=str).encode())
+def json_digest(values: Iterable[Any]) -> str:
+    """Of the JSON of a list of the values, which is never in memory as a whole."""
+    digest, encode = hashlib.sha256(b"["), json.JSONEncoder(default=str).encode
+    for i, value in enumerate(values):
+        digest.update(((", " if i else "") + encode(value)).encode())
+    digest.update(b"]")
+    return digest.hexdigest()[:12]
 
 
 def file_fingerprint(file: Path) -> list[Any]:

@@ -1,6 +1,8 @@
 """Claims about data.py: which examples, in which order, as which tokens; and refused files."""
 
 import datetime
+import hashlib
+import io
 import json
 import os
 import subprocess
@@ -24,6 +26,7 @@ from data import (
     open_think_tag,
     read_opening,
 )
+from infra import hosts
 from infra.mistakes import UserMistake
 from model import hf
 from rewards import reward_correct
@@ -200,6 +203,7 @@ BAD_FILES = [
     ("a.jsonl", b'{"question": "q", "answer": " "}', "a.jsonl example 1 has no text in 'answer'"),
     ("a.jsonl", b'{"question": "q", "answer": true}', " has no text in 'answer', but True; "),
     ("a.jsonl", b'{"question": "q", "answer": 1e999}', " has no text in 'answer', but inf; "),
+    ("a.jsonl", LINES * 9999 + b"\xff", "a.jsonl cannot be read: UnicodeDecodeError"),
     ("a.jsonl", b'{"question": 5, "answer": "a"}', " has no text in 'question', but 5; write it"),
     ("a.jsonl", b"", "a.jsonl has too few examples (0); a single file needs at least 2"),
     ("a.jsonl", lines_of(examples_of(1)), "a.jsonl has too few examples (1); a single file needs"),
@@ -341,6 +345,68 @@ def test_prompts_are_the_tokens_of_the_chat_template() -> None:
         "<|im_start|>system\nThink first.\nAnswer in <answer></answer>.<|im_end|>\n"
         "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_tokenizing_in_batches_changes_neither_ids_nor_order_nor_fingerprint(
+    monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
+    monkeypatch.setattr("data.BATCH", batch)
+    prompts = build_prompts(EXAMPLES, format_of(hf.load_tokenizer(ROOT / "tiny"), SYSTEM))
+    assert [len(prompt.ids) for prompt in prompts] == [61, 63, 38]
+    assert prompts[2].ids[-9:] == [20, 33, 2, 201, 1, 394, 503, 543, 201]
+    assert hosts.json_digest(prompts) == "85c92d728858", "of all prompts at once"
+
+
+@pytest.mark.parametrize(
+    "values, digest",
+    [
+        ([], "4f53cda18c2b"),
+        ([[1, 2], "\u00e9", Path("a")], "1b6ad616b98a"),
+        ([{"a": None, "b": [1.5]}], "d449ff943254"),
+    ],
+)
+def test_a_digest_of_values_one_by_one_is_that_of_their_list_as_json(values, digest) -> None:
+    text = json.dumps(values, default=str).encode()
+    assert hosts.json_digest(iter(values)) == digest == hashlib.sha256(text).hexdigest()[:12]
+
+
+def test_memory_grows_with_the_tokens_alone(tmp_path: Path) -> None:
+    """A list of ints that share no objects takes 40 bytes a token, and the tokenizer 100 while it
+    works. The first thousand examples fill what is used again for the others."""
+    code = """if True:
+        import resource, sys
+        from pathlib import Path
+        import data
+        from infra import hosts
+        from model import hf
+        chat_format = data.ChatFormat(hf.load_tokenizer(Path("tiny")), [])
+        for file in sys.argv[1:]:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            prompts = data.build_prompts(data.load_examples(file, "", "train"), chat_format)
+            hosts.json_digest(prompts)
+        growth = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        growth *= 1 if sys.platform == "darwin" else 1024  # bytes on macOS, else KiB
+        print(growth / sum(len(prompt.ids) for prompt in prompts))
+    """
+    words, files = "".join(f" {i} apples and pears" for i in range(20)), []
+    for count in (1000, 5000):
+        examples = [{"question": f"{i}{words}", "answer": "1"} for i in range(count)]
+        files.append(str(write(tmp_path / f"{count}.jsonl", examples)))
+    # The peak of a process begins with that of its parent, so a shell starts it, and not pytest.
+    command = ["sh", "-c", '"$0" "$@"; exit $?', sys.executable, "-c", code, *files]
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    bytes_per_token = float(subprocess.check_output(command, cwd=ROOT, text=True, env=env))
+    assert bytes_per_token < 23, "16 to 18; the ids take 8, and the texts and the files the others"
+
+
+def test_a_terminal_shows_how_many_prompts_are_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr("infra.log.BAR_DELAY_S", 0)
+    build_prompts(EXAMPLES, format_of(hf.load_tokenizer(ROOT / "tiny"), SYSTEM))
+    assert "tokenizing:   0%" in terminal.getvalue() and "0/3" in terminal.getvalue()
 
 
 # ---- Message lists -------------------------------------------------------------------------------

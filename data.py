@@ -128,18 +128,11 @@ def load_examples(
             raise UserMistake(f"DATASET={dataset} has no split {split!r}; {reason}")
         test_size = max(1, round(HELD_OUT * len(examples)))
         train, test = examples[:-test_size], examples[-test_size:]
-
-        def key_of(e: Example) -> str:
-            # Of `completions` the messages count, and not the source.
-            return json.dumps((e.get("prompts") or e["question"], *e.get("completions", ())[:1]))
-
-        prompts = [key_of(e) for e in test]
-        seen, pairs = {*prompts}.intersection(map(key_of, train)), zip(prompts, test, strict=True)
-        unseen = {(prompt, e.get("answer")): e for prompt, e in pairs if prompt not in seen}
+        unseen = _unseen(test, train)
         if split == "test" and len(unseen) < len(test):
             left_out = f"left out {len(test) - len(unseen)} of {len(test)} held-out questions"
             print(f"{left_out} of {dataset}: they repeat train or each other", flush=True)
-        examples = train if split == "train" else list(unseen.values())
+        examples = train if split == "train" else unseen
     if not examples:
         if not one_file:
             raise UserMistake(f"DATASET={dataset} has no examples in split {split!r}")
@@ -148,6 +141,19 @@ def load_examples(
             reason = "no examples in split 'test'; its last tenth only repeats questions of train"
         raise UserMistake(f"DATASET={dataset} has {reason}; a folder may have a file of each split")
     return examples
+
+
+def _unseen(test: list[Example], train: list[Example]) -> list[Example]:
+    """The examples of test whose question is not in train, without repeats."""
+
+    def key_of(e: Example) -> str:
+        # Of `completions` the messages count, and not the source.
+        return json.dumps((e.get("prompts") or e["question"], *e.get("completions", ())[:1]))
+
+    prompts = [key_of(e) for e in test]
+    seen, pairs = {*prompts}.intersection(map(key_of, train)), zip(prompts, test, strict=True)
+    unseen = {(prompt, e.get("answer")): e for prompt, e in pairs if prompt not in seen}
+    return [*unseen.values()]
 
 
 def read_question_and_answer(
@@ -351,8 +357,12 @@ def _read_file(file: Path) -> list[Example]:
 
 def _read_lines(file: Path) -> Iterator[str]:
     """Yields the lines of a file, as read_text decodes them. Raises UserMistake."""
-    with reading(f"{file} cannot be read"), file.open(encoding="utf-8-sig") as lines:
-        yield from lines  # unlike splitlines they do not end at U+2028
+    try:
+        with file.open(encoding="utf-8-sig") as lines:
+            yield from (line.removesuffix("\n") for line in lines)  # splitlines splits at U+2028
+    except (OSError, UnicodeDecodeError):
+        read_text(file)  # the position in its error is that in the file, and not in a part of it
+        raise
 
 
 # ---- Prompts -------------------------------------------------------------------------------------

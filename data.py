@@ -43,7 +43,7 @@ _TAIL = 16  # A tag and the white space after it have fewer tokens than this.
 SUFFIXES = (".jsonl", ".json", ".parquet")
 # DATASET_CONFIG, if it is empty, of hub datasets with several configurations and no default.
 HUB_CONFIGS = {"openai/gsm8k": "main"}
-REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "environments")
+REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "environments", "trainer_state")
 # The arguments and functions that transformers and this file give to every chat template.
 GIVEN_TO_TEMPLATES = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception")
 GIVEN_TO_TEMPLATES += ("strftime_now",)

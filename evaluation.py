@@ -44,7 +44,7 @@ def evaluate(
     questions = run.eval_prompts if full or not limit else run.eval_prompts[:limit]
     backend.update_weights(params)
     clock.lap("rollout_sync")
-    evaluation = answer_questions(run, backend, questions, key, clock)
+    evaluation = answer_questions(run, backend, questions, key, clock, step)
     backend.release()
     line, record = evaluation_record(run, step, evaluation, clock, full)
     log.print_line(line)
@@ -60,9 +60,15 @@ def evaluate(
 
 
 def answer_questions(
-    run: "Run", backend: Backend, questions: list[data.Prompt], key: jax.Array, clock: Clock
+    run: "Run",
+    backend: Backend,
+    questions: list[data.Prompt],
+    key: jax.Array,
+    clock: Clock,
+    step: int,
 ) -> Batch:
-    """EVAL_SAMPLES completions of each question, sampled by eval_sampling, and their rewards."""
+    """EVAL_SAMPLES completions of each question, sampled by eval_sampling, and their rewards. step:
+    the number of steps that have trained the weights."""
     rollout, samples = run.rollout, run.cfg.eval_samples
     # The questions of a pass on each process. The last question is repeated until all passes have
     # the same size.
@@ -88,7 +94,8 @@ def answer_questions(
     for i in range(0, len(local_questions), size):
         span = slice(i * samples, (i + size) * samples)
         part = jax.tree.map(lambda x, span=span: x[span], completions)
-        parts.append(reward_completions(rollout, local_questions[i : i + size], part))
+        steps = [step, run.cfg.steps]
+        parts.append(reward_completions(rollout, local_questions[i : i + size], part, steps))
     rewards, function_rewards = concatenate_trees(parts)
     stop_ids = rollout.stopping.stop_ids
     batch = gather_batch(padded, completions, rewards, function_rewards, stop_ids)

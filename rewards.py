@@ -39,10 +39,11 @@ _WIDE = {
     for first, last in ("－９", "ＡＺ", "ａｚ")
     for code in range(ord(first), ord(last) + 1)
 }
-# Minus sign, en dash, spaces that keep a number and its unit in one line, ’, and ½ as \frac12.
+# Minus sign, en dash, spaces that keep a number and its unit in one line, ’, the slashes of
+# fractions (1⁄2), and ½ as \frac12.
 _FRACTIONS = "¼½¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
 _PLAIN = str.maketrans(
-    dict(zip("\u2212\u2013\u00a0\u202f\u2009\u2019■", [*"--   '", ""], strict=True))
+    dict(zip("\u2212\u2013\u00a0\u202f\u2009\u2019\u2044\u2215■", [*"--   '//", ""], strict=True))
     | {x: rf"\frac{normalize('NFKC', x)}".replace("\u2044", "") for x in _FRACTIONS}
 )
 # No two repeats of these patterns and of _NUMBER can match the same character. A failed match gives
@@ -66,8 +67,10 @@ _LATEX_FRACTION = re.compile(
 )
 
 # These patterns match a whole token, such as 100,00 or 10 000; _VALUE decides if it is a number.
+# 00 after a separator ends a longer token, such as 10, 000; the 007 of AIME stands alone.
 _TERM = (
-    r"(?:(?<![\w.])\.)?[0-9]+(?:[.,][0-9]+(?:\.{3}|…)?|[ ][0-9]{3}(?![0-9/]))*(?:[eE][-+]?[0-9]+)?"
+    r"(?:(?<![\w.])\.)?[0-9]+(?:[.,][0-9]+(?:\.{3}|…)?|[ ][0-9]{3}(?![0-9/])"
+    r"|[ ,.'`´，、{}-]{1,4}(?<!\{)00[0-9]*)*(?:[eE][-+]?[0-9]+)?"
 )
 _NUMBER = re.compile(
     rf"""
@@ -80,7 +83,7 @@ _NUMBER = re.compile(
     re.VERBOSE,
 )
 _VALUE = re.compile(
-    r"(?:(?!00)[0-9]*|[1-9][0-9]{0,2}(?:,[0-9]{3})+)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,2})?"
+    r"(?:[0-9]*|[1-9][0-9]{0,2}(?:,[0-9]{3})+)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,2})?"
 )
 # A number (■) inside a larger expression is not an answer.
 _PART = re.compile(
@@ -103,6 +106,21 @@ _PART = re.compile(
     """,
     re.VERBOSE,
 )
+
+# The letter of an option, alone or before its text: (B), **B**, $B$, B) 42, B. Paris. Not A* or
+# C++, no expression such as (a) + 1, and not two letters, as in (B) or (C).
+_OPTION = re.compile(
+    r"""
+    ([\s(\[{（*_$"'`]+)? (?P<letter>([A-Ja-j])|[A-Za-z]) (?(1)[*_$"'`]*+) (?:
+      (?(1)(?:\s?[)\]}）*_$"'`])*+) [.:)\]。：）]?\s*
+    | (?(3)|(?!)) (?:[)\]}）] | (?P<mark>[:：、]|\.(?![A-Za-z])))
+      (?!.*[\s(*$][A-Z](?:[):.*$]|\Z)) [)\]}）*_$\s]*+ (?![+/=^<>,]|-\s)
+      (?:(?(mark)(?P<words>[^\W\d_].*)) | .+)
+    )
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+_FONT = re.compile(r"\\(?:text|math|mbox|boxed)[a-z]*|\\")  # \text in \text{B}
 
 _BRACES = re.compile(r"\\boxed\{|\\.|[{}]", re.DOTALL)  # \{ and \} are printed, and match \\.
 
@@ -148,8 +166,8 @@ def _with_slash(fraction: re.Match) -> str:
 
 
 def _value(term: str) -> Fraction | None:
-    """The value of 1,234.5 or 2e3; None for 100,00, for 000, for 10 000 and for numbers of
-    absurd length."""
+    """The value of 1,234.5 or 2e3; None for 100,00, for 10 000 and for numbers of absurd
+    length."""
     is_number = len(term) <= _MAX_NUMBER and _VALUE.fullmatch(term)
     return Fraction(term.replace(",", "")) if is_number else None
 
@@ -160,9 +178,17 @@ def extract_answer(text: str) -> Fraction | None:
     The answer is the last number in the last closed <answer>. If no <answer> is closed (a truncated
     completion), it is the last number after the last <answer>. If there is no <answer> at all, it
     is the last number of the text. An <answer> without a number is never replaced by other numbers.
+    What a thought says that is never closed is no answer.
     """
+    text = without_open_thought(text)
     closed = _closed_answer(text)
     return parse_number(text.rpartition("<answer>")[2] if closed is None else closed)
+
+
+def without_open_thought(text: str) -> str:
+    """The text up to the first <think> that no </think> follows."""
+    before, end, after = text.rpartition("</think>")
+    return before + end + after.partition("<think>")[0]
 
 
 def _closed_answer(text: str) -> str | None:
@@ -172,7 +198,9 @@ def _closed_answer(text: str) -> str | None:
 
 
 def marked_answer(text: str) -> str | None:
-    r"""The text in the last closed <answer>, else in the last closed \boxed{}, or None."""
+    r"""The text in the last closed <answer>, else in the last closed \boxed{}, or None. What a
+    thought says that is never closed is no answer."""
+    text = without_open_thought(text)
     answer = _closed_answer(text)
     if answer is not None:
         return answer
@@ -204,25 +232,31 @@ def reward_correct(completions: list[str], answer: list[str], **columns: list) -
 
 
 def exact_match(completions: list[str], answer: list[str], **columns: list) -> Rewards:
-    """Gives 1.0 to a completion whose marked answer is the right answer, else 0.0. It is for words:
-    case, width (Ｂ), white space and a final dot do not count."""
+    r"""Gives 1.0 to a completion whose marked answer is the right answer, else 0.0. It is for words
+    and letters: case, width (Ｂ), white space and a final dot do not count, nor what is around or
+    after the letter of an option, as in **B**, \text{(B)} and B) 42."""
     rewards: Rewards = []
     for completion, right in zip(completions, answer, strict=True):
-        expected = _folded(right)
-        is_right = _folded(marked_answer(completion)) == expected
-        rewards.append(None if expected is None else float(is_right))
+        found, text = _folded(marked_answer(completion))
+        expected, expected_text = _folded(right)
+        is_right = found == expected and (text == expected_text or not text or not expected_text)
+        rewards.append(float(is_right) if expected else None)
     return rewards
 
 
-def _folded(answer: str | None) -> str | None:
-    """The answer without what exact_match ignores; None for a blank one."""
+def _folded(answer: str | None) -> tuple[str, str]:
+    """The answer without what exact_match ignores, and "". If it is the letter of an option before
+    words, as in B. Paris, which may be a name as in B. Pascal, the second text is these words."""
     text = normalize("NFC", answer or "").translate(_WIDE)
-    return "".join(text.split()).removesuffix(".").removesuffix("。").casefold() or None
+    option = _OPTION.fullmatch(_FONT.sub("", text).strip())
+    text, after = (option["letter"], option["words"] or "") if option else (text, "")
+    words, after = ("".join(part.split()).casefold() for part in (text, after))
+    return words.removesuffix(".").removesuffix("。"), after.removesuffix(".")
 
 
 # The answers that maj@n counts; for the functions of a file see load_reward_function.
 reward_correct.extract_answer = extract_answer
-exact_match.extract_answer = lambda text: _folded(marked_answer(text))
+exact_match.extract_answer = lambda text: "".join(_folded(marked_answer(text))) or None
 
 
 def reward_format(completions: list[str], **columns: list) -> Rewards:
@@ -362,13 +396,14 @@ def load_reward_functions(
     max_length: int,
     overlong_cache: int,
     workers: dict[str, RewardWorker],
+    dataset: str = "",
 ) -> list[RewardFunction]:
     """The functions that REWARD_FN names, in its order; without names those of DEFAULTS.
 
     reward_fn: names separated by commas, each of a function of this file or file.py:name.
     timeout_s: REWARD_TIMEOUT_S, the time limit of each call to a function of a file. max_length,
     overlong_cache: tokens, see overlong_penalty. workers: {file: its worker}, to which the workers
-    of further files are added.
+    of further files are added. dataset: DATASET, see load_reward_function.
     Raises UserMistake for an unknown name, a missing file, or a file that does not load.
     """
     entries = reward_entries(reward_fn)
@@ -380,6 +415,6 @@ def load_reward_functions(
             raise UserMistake(f"REWARD_FN: {entry!r} is not file.py:name, nor one of {[*known]}")
     return [
         known.get(entry)
-        or load_reward_function(get_worker("REWARD_FN", entry, timeout_s, workers), entry)
+        or load_reward_function(get_worker("REWARD_FN", entry, timeout_s, workers), entry, dataset)
         for entry in entries
     ]

@@ -145,19 +145,20 @@ def completion_parts(completions: Completions | Batch, i: int) -> list[tuple[int
 
 
 def reward_completions(
-    rollout: RolloutConfig, prompts: list[data.Prompt], completions: Completions
+    rollout: RolloutConfig, prompts: list[data.Prompt], completions: Completions, steps: list[int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """The weighted total rewards [count] of the completions of these prompts, and the rewards
-    of each function [count, functions], both float64; NaN where there is none. Raises
-    UserMistake."""
+    of each function [count, functions], both float64; NaN where there is none. steps: those
+    taken, and STEPS. Raises UserMistake."""
     texts = completion_texts(rollout, prompts, completions)
     K = len(texts) // len(prompts)
-    columns: dict[str, list[Any]] = {
+    columns: dict[str, Any] = {
         name: [prompt.columns.get(name) for prompt in prompts for _ in range(K)]
         for name in prompts[0].columns
     }
     ids, is_sampled = completions.completion_ids, completions.sampled_mask > 0
     columns["completion_ids"] = [x[mask].tolist() for x, mask in zip(ids, is_sampled, strict=True)]
+    columns["trainer_state"] = dict(zip(("global_step", "max_steps"), steps, strict=True))
     if rollout.environments is not None:
         columns["environments"] = completions.sequence_ids.tolist()
     return total_rewards(texts, columns, rollout.functions, rollout.reward_weights, K)

@@ -241,7 +241,7 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     if cfg.reward_fn or not (cfg.environment_class or cfg.loss_type == "sft"):
         cache = cfg.overlong_cache or cfg.max_length_sample // 5
         functions = rewards.load_reward_functions(
-            cfg.reward_fn, cfg.reward_timeout_s, cfg.max_length_sample, cache, workers
+            cfg.reward_fn, cfg.reward_timeout_s, cfg.max_length_sample, cache, workers, cfg.dataset
         )
     opening = data.read_opening(cfg.system_prompt)
 

@@ -25,6 +25,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from subprocess import DEVNULL, Popen
+from types import SimpleNamespace
 from typing import Any, NamedTuple, SupportsFloat
 
 if __package__:  # As a script this file cannot import its neighbours.
@@ -113,16 +114,19 @@ def get_worker(
     return workers[file]
 
 
-def load_reward_function(worker: RewardWorker, source: str) -> Callable[..., list[float | None]]:
+def load_reward_function(
+    worker: RewardWorker, source: str, dataset: str = ""
+) -> Callable[..., list[float | None]]:
     """The reward function of a user's file, "file.py:name", once the worker has loaded the file.
-    The function and its loading raise UserMistake. It has the file's extract_answer, if any."""
+    The function and its loading raise UserMistake. It has the file's extract_answer, if any.
+    dataset: the data_source of verl's functions, for data without this column."""
     name, label = source.rpartition(":")[2], f"REWARD_FN {source}"
     seconds, has_answers = worker.ask(label, "find", name, more_s=LOADING_S)
 
     def rewards(completions: list[str], /, **columns: list) -> list[float | None]:
         """The rewards of the completions. columns: lists of the same length of JSON values."""
         more_s = seconds * len(completions)
-        return worker.ask(label, "call", name, completions, columns, more_s=more_s)
+        return worker.ask(label, "call", name, completions, columns, dataset, more_s=more_s)
 
     rewards.__name__ = name
     rewards.__dict__["source"] = source  # named in errors
@@ -164,7 +168,6 @@ MODULE = "REWARD_WORKER_MODULE"  # NAME:FILE of the user's module, a variable of
 TRL_ARGUMENTS: dict[str, Any] = {
     "log_extra": lambda *_, **__: None,
     "log_metric": lambda *_, **__: None,
-    "trainer_state": None,
 }
 
 
@@ -231,16 +234,24 @@ class _Server:
             self._module = importlib.import_module(name)
         return self._module
 
-    def call(self, name: str, completions: list[str], columns: dict[str, list]) -> Any:
+    def call(
+        self, name: str, completions: list[str], columns: dict[str, Any], dataset: str = ""
+    ) -> Any:
         """Calls a reward function as TRL does, by the names of the arguments; one without the name
         `completions` gets them first. If the questions are lists of messages, so are `prompts` and
         `completions`. The numbers in the column `environments` become the objects; functions in
-        other files than that of the class do not get this column."""
+        other files than that of the class do not get this column. A function with `solution_str`
+        is verl's, and is called as there."""
+        state = columns.pop("trainer_state", None)
         numbers = columns.pop("environments", None)
         if numbers and self._class:
             columns["environments"] = [self._environments[n] for n in numbers]
         function = getattr(self._module, name)
         parameters = inspect.signature(function).parameters
+        if "solution_str" in parameters:
+            calls = _verl_arguments(completions, columns, dataset)
+            scores = [self._result(function(**arguments)) for arguments in calls]
+            return [score["score"] if isinstance(score, dict) else score for score in scores]
         prompts = columns.pop("prompts", None)
         answers: list = completions
         if prompts:
@@ -248,23 +259,27 @@ class _Server:
         named: dict[str, Any] = {"completions": answers, **columns}
         if "prompts" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             named["prompts"] = prompts or columns.get("question")
-        named |= {name: value for name, value in TRL_ARGUMENTS.items() if name in parameters}
+        trl_arguments = TRL_ARGUMENTS | {"trainer_state": state and SimpleNamespace(**state)}
+        named |= {name: value for name, value in trl_arguments.items() if name in parameters}
         try:
             for follows in (True, False):  # a decorator may take other names than its function
                 inspect.signature(function, follow_wrapped=follows).bind(**named)
         except TypeError:  # such as that of score(texts, **columns)
             function = functools.partial(function, named.pop("completions"))
         try:
-            returned = function(**named)
-            if inspect.iscoroutine(returned):
-                import asyncio  # slow to import, as NumPy; processes by spawn need not wait for it
-
-                self._loop = self._loop or asyncio.new_event_loop()
-                returned = self._loop.run_until_complete(returned)
+            return self._result(function(**named))
         except Exception as error:
             if prompts:
                 error.add_note("prompts and completions are lists of messages, like the questions")
             raise
+
+    def _result(self, returned: Any) -> Any:
+        """What a function has returned, and an async one returns in the end."""
+        if inspect.iscoroutine(returned):
+            import asyncio  # slow to import, as NumPy; processes by spawn need not wait for it
+
+            self._loop = self._loop or asyncio.new_event_loop()
+            return self._loop.run_until_complete(returned)
         return returned
 
     def open(self, name: str) -> str:
@@ -356,6 +371,18 @@ class _Server:
 
         random.seed(str([*self._seeds, *numbers]))
         np.random.seed([*self._seeds, *numbers])
+
+
+def _verl_arguments(completions: list[str], columns: dict[str, Any], dataset: str) -> list[dict]:
+    """The arguments of verl's compute_score for each completion."""
+    none, arguments = [None] * len(completions), []
+    names = ("data_source", "answer", "reward_model", "extra_info")
+    rows = zip(completions, *(columns.get(name, none) for name in names), strict=True)
+    for text, source, answer, fields, extra_info in rows:
+        truth = (fields or {}).get("ground_truth") if answer is None else answer
+        named = {"data_source": source or dataset, "solution_str": text, "ground_truth": truth}
+        arguments.append(named | {"extra_info": extra_info or {}})
+    return arguments
 
 
 def _text_or_none(method: str, returned: object) -> str | None:

@@ -32,15 +32,27 @@ WAITS_S = (0.25, 0.5, 1, 2, 4, 8, 16, 32)  # before each retry: more than a minu
 SECONDS_FOR_EACH_COMPLETION = 2 * REQUEST_S * (1 + len(WAITS_S)) + sum(WAITS_S)  # all its tries
 URL, MODEL = os.environ.get("JUDGE_URL", "").rstrip("/"), os.environ.get("JUDGE_MODEL", "")
 KEY = "".join(os.environ.get("JUDGE_API_KEY", "").split()) or "EMPTY"
+ADDRESS = f"JUDGE_URL={URL} JUDGE_MODEL={MODEL}: "  # begins each error
 CONCURRENCY = os.environ.get("JUDGE_CONCURRENCY", "16")  # the most requests at the same time
 
 
 def judge(completions: list, prompts: list, answer: list, **columns: list) -> list[float | None]:
-    """The judge's scores, from 0 to 1, or None. Raises ConnectionError once a request fails."""
+    """The judge's scores, from 0 to 1, or None. Raises ConnectionError once a request fails, but
+    for a text that the endpoint refuses only if it refuses all of them."""
     requests = [*map(make_request, prompts, answer, completions)]
     pool = ThreadPoolExecutor(int(CONCURRENCY))  # `with` would wait for the rest after a failure
     futures = {pool.submit(read_or_ask, request): request for request in dict.fromkeys(requests)}
-    answers = {futures[future]: future.result() for future in as_completed(futures)}
+    answers, refused = {}, []
+    for future in as_completed(futures):
+        try:
+            answers[futures[future]] = future.result()
+        except ConnectionError as error:
+            status = getattr(error.__cause__, "code", 0)
+            refused.append(status)
+            is_of_text = 400 <= status < 500 and status not in (401, 402, 403, 404, 405, 408, 429)
+            if not is_of_text or refused == [status] * len(futures):
+                raise
+            answers[futures[future]] = f"Score: none, {error}".replace(ADDRESS, "")[:80]
     scores = [parse_score(answers[request]) for request in requests]
     if None in scores:
         example = answers[requests[scores.index(None)]][-80:]
@@ -60,11 +72,14 @@ def as_text(value: str | list[dict] | None) -> str:
 
 
 def parse_score(text: str) -> float | None:
-    """X of the last "Score: X", or of a text that is only X, from 0 to 1. Thoughts do not count."""
+    """X of the last "Score: X", or of a text that is only X, from 0 to 1. X may be 8/10 or 8 out of
+    10. Thoughts do not count."""
     verdict = re.sub(r"(?s)^.*</think>|<think>.*", "", text)
     ends = re.findall(r"(?i)score[\s*]*:(.*)", verdict) or [verdict]
-    score = re.fullmatch(r"[\s*]*(0|1|0?\.\d+|1\.0+)[\s*.]*", ends[-1])
-    return float(score[1]) if score else None
+    number = r"[\s*]*(\d{1,4}(?:\.\d+)?|\.\d+)[\s*]*"
+    score = re.fullmatch(rf"{number}(?:(?:/|out of){number})?[\s*.]*", ends[-1])
+    x, most = (float(part or 1) for part in score.groups()) if score else (0.0, 0.0)
+    return x / most if x <= most and most else None
 
 
 def read_or_ask(request: str) -> str:
@@ -81,6 +96,7 @@ def ask(body: str, waits_s: tuple[float, ...] = WAITS_S, limit_s: float = REQUES
     """The judge's answer. Raises ConnectionError with a message that never has the key."""
     post = Request(f"{URL}/chat/completions", body.encode(), {"Content-Type": "application/json"})
     post.add_unredirected_header("Authorization", f"Bearer {KEY}")  # only for this host
+    cause = None
     for wait_s in (*waits_s, 0):
         try:
             with urlopen(post, timeout=limit_s) as reply:
@@ -90,7 +106,7 @@ def ask(body: str, waits_s: tuple[float, ...] = WAITS_S, limit_s: float = REQUES
                 text += f"\nScore: none, finish_reason={reason}, max_tokens may be too low"
             return text
         except HTTPError as error:
-            reason = str(error)
+            reason, cause = str(error), error
             if error.code < 500 and error.code not in (408, 429):  # Retries would not help.
                 with contextlib.suppress(OSError, HTTPException):  # The body may never come.
                     reason += f" {error.read(1000)!r}"
@@ -98,7 +114,7 @@ def ask(body: str, waits_s: tuple[float, ...] = WAITS_S, limit_s: float = REQUES
         except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
             reason = f"{type(error).__name__}: {error}"
         time.sleep(wait_s)
-    raise ConnectionError(f"JUDGE_URL={URL} JUDGE_MODEL={MODEL}: {reason.replace(KEY, '(key)')}")
+    raise ConnectionError(f"{ADDRESS}{reason.replace(KEY, '(key)')}") from cause
 
 
 # The reward process imports this file before the first step, and so a mistake shows then.

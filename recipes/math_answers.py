@@ -13,14 +13,18 @@ import itertools
 import json
 import shlex
 import sys
+from decimal import Decimal
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
 
-from rewards import Rewards, marked_answer
+from rewards import Rewards, marked_answer, without_open_thought
 
 try:
     from math_verify import LatexExtractionConfig, parse, verify
+    from math_verify.errors import TimeoutException
+    from math_verify.utils import timeout
+    from sympy import Eq, N
 except ModuleNotFoundError as error:
     raise SystemExit(f"{error}; pip install math-verify") from None
 
@@ -39,16 +43,40 @@ def math_correct(
     rewards: Rewards = []
     for completion, right, prompt in zip(completions, answer, prompts, strict=True):
         expected = parse_latex(marked_answer(right) or right.rpartition("####")[2])
-        text = extract_answer(text_of(completion), "Answer:" in text_of(prompt)) or ""
+        text = answer_text(text_of(completion), "Answer:" in text_of(prompt)) or ""
         values = parse_latex(text) if len(text) <= LONGEST else []
         is_right = verify(expected, values, timeout_seconds=1)
         rewards.append(float(is_right) if expected else None)
     return rewards
 
 
-def extract_answer(text: str, asks_for_line: bool = True) -> str | None:
+def extract_answer(text: str) -> str | None:
+    r"""One text for equal answers, which maj@n counts: 0.5 for \frac{1}{2}, 1/2 and x=\dfrac12."""
+    answer = answer_text(text)
+    return answer and canonical(answer)
+
+
+@functools.lru_cache(maxsize=10_000)
+def canonical(answer: str) -> str:
+    """The value of an answer as a text, a number to 6 digits as math-verify compares it. An answer
+    without a value, or whose value takes more than a second, is itself."""
+    values = parse_latex(answer) if len(answer) <= LONGEST else []
+    value = values[0] if values else answer
+    if isinstance(value, Eq) and value.lhs.is_Symbol:
+        value = value.rhs
+    try:
+        if not getattr(value, "is_number", False):
+            return str(value)
+        number = round(Decimal(str(timeout(1)(N)(value, 28))), 6)
+        return f"{number.normalize() + 0:f}"
+    except (TimeoutException, Exception):  # SymPy raises many for what it cannot calculate.
+        return answer
+
+
+def answer_text(text: str, asks_for_line: bool = True) -> str | None:
     r"""The text of the last closed <answer>, else of the last closed \boxed{}, else what stands
     after the last "Answer:", for a question that asks for this line. None if it is blank."""
+    text = without_open_thought(text)
     answer = marked_answer(text)
     if answer is None and asks_for_line and "Answer:" in text:
         answer = text.rpartition("Answer:")[2].strip("* \n").partition("\n")[0].rstrip("* ")
@@ -59,6 +87,7 @@ def extract_answer(text: str, asks_for_line: bool = True) -> str | None:
 def parse_latex(text: str) -> list:
     r"""The values of the text, which needs no $; [] if it has none. Without \boxed{} math-verify
     would read its last number."""
+    text = text.replace("\u2044", "/")  # 1⁄2
     return parse(rf"\boxed{{{text}}}", [LatexExtractionConfig()], parsing_timeout=1)
 
 

@@ -203,8 +203,19 @@ ANSWERS = {
     "Score: 1.0\n\nIt is right, because 2 * 3 = 6.": 1.0,
     "Score: .5": 0.5,
     "I cannot judge this.": None,
-    "Score: 7/10": None,
-    "Score: 1/10": None,
+    "Score: 8/10": 0.8,
+    "Score: 1/10": 0.1,
+    "**Score: 7.5 / 10**": 0.75,
+    "Final score: **4** out of 5.": 0.8,
+    "0.5 out of 1": 0.5,
+    "9/10": 0.9,
+    "Score: 0/10": 0.0,
+    "Score: 11/10": None,
+    "Score: 0/0": None,
+    "Score: 8": None,
+    "Score: 8 out of": None,
+    "Score: 1/2/3": None,
+    "Score: 99999/99999": None,
     "Score: 1.5": None,
     "Score: -1": None,
     "Score: 1%": None,
@@ -213,7 +224,7 @@ ANSWERS = {
 }
 
 
-def test_a_score_is_a_number_from_0_to_1_alone_in_its_line_and_the_rest_is_none_and_counted(
+def test_a_score_is_a_number_or_x_of_y_alone_in_its_line_and_the_rest_is_none_and_counted(
     endpoint: Endpoint, capfd: pytest.CaptureFixture
 ) -> None:
     endpoint.reply = lambda completion, _: completion
@@ -221,7 +232,7 @@ def test_a_score_is_a_number_from_0_to_1_alone_in_its_line_and_the_rest_is_none_
         scores = judge([*ANSWERS], **columns(len(ANSWERS)))
         assert dict(zip(ANSWERS, scores, strict=True)) == ANSWERS
         line = (
-            "judge: no score for 13 of 23, such as '<think>\\nScore: 1\\n</think> It is wrong.'\n"
+            "judge: no score for 17 of 34, such as '<think>\\nScore: 1\\n</think> It is wrong.'\n"
         )
         assert capfd.readouterr() == ("", line)
         assert judge([*ANSWERS], **columns(len(ANSWERS))) == scores  # None is in the cache, too
@@ -285,7 +296,38 @@ def test_a_later_process_reads_the_answers_and_a_changed_prompt_or_model_asks_ag
     assert endpoint.asked == dict.fromkeys("abc", 3)
 
 
-@pytest.mark.parametrize("reply, requests", [((400, f"no {KEY}\nhere"), 1), ((503, KEY), 4)])
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_text_that_the_endpoint_refuses_has_no_score_and_is_asked_again_in_a_later_call(
+    status: int, endpoint: Endpoint, capfd: pytest.CaptureFixture
+) -> None:
+    body = f'{{"Score: 1": "{KEY}"}}\nScore: 1'
+    endpoint.reply = lambda text, _: (status, body) if text in ("2", "3") else "Score: 1"
+    with open_judge() as judge:
+        assert judge([*"123214"], **columns(6)) == [1.0, None, None, None, 1.0, 1.0]
+        line = f"judge: no score for 3 of 6, such as 'Score: none, HTTP Error {status}:"
+        printed = capfd.readouterr().err
+        assert printed.startswith(line) and printed.count("\n") == 1 and KEY not in printed
+        assert judge([*"12"], **columns(2)) == [1.0, None]
+    assert endpoint.asked == {"1": 1, "2": 2, "3": 1, "4": 1}
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_wrong_key_or_model_ends_the_run(status: int, endpoint: Endpoint) -> None:
+    endpoint.reply = lambda text, _: (status, "no") if text == "2" else "Score: 1"
+    line = f"stand-in: HTTP Error {status}"
+    with open_judge() as judge, pytest.raises(UserMistake, match=line):
+        judge([*"123"], **columns(3))
+
+
+def test_the_same_status_for_every_text_ends_the_run(endpoint: Endpoint) -> None:
+    endpoint.reply = lambda text, _: (400, "max_tokens is too large")
+    line = "raised ConnectionError: JUDGE_URL=.*: HTTP Error 400: Bad Request b'max_tokens is too"
+    with open_judge() as judge, pytest.raises(UserMistake, match=line):
+        judge([*"1231"], **columns(4))
+    assert endpoint.asked == {"1": 1, "2": 1, "3": 1}
+
+
+@pytest.mark.parametrize("reply, requests", [((401, f"no {KEY}\nhere"), 1), ((503, KEY), 4)])
 def test_a_request_that_keeps_failing_ends_the_call_in_a_line_and_the_other_answers_are_kept(
     reply: tuple[int, str],
     requests: int,
@@ -318,11 +360,11 @@ def test_a_request_that_keeps_failing_ends_the_call_in_a_line_and_the_other_answ
 def test_a_failure_ends_the_call_at_once_while_other_requests_hang(endpoint: Endpoint) -> None:
     hang = threading.Event()
     endpoint.reply = lambda completion, _: (
-        (400, "no") if completion == "3" else hang.wait(9) and None
+        (401, "no") if completion == "3" else hang.wait(9) and None
     )
     with open_judge() as judge:
         start = time.monotonic()
-        with pytest.raises(UserMistake, match="HTTP Error 400"):
+        with pytest.raises(UserMistake, match="HTTP Error 401"):
             judge([*"12345"], **columns(5))
         assert time.monotonic() - start < 5
     hang.set()
@@ -442,13 +484,13 @@ def test_a_run_whose_judge_failed_goes_on_and_a_run_with_its_answers_has_the_sam
 
     def reply(*_: object) -> str | tuple[int, str]:
         """No answer is given twice. A step has 16 requests."""
-        return (400, "broken") if (n := next(asked)) == fails_at else f"Score: {n / 100}"
+        return (404, "broken") if (n := next(asked)) == fails_at else f"Score: {n / 100}"
 
     endpoint.reply = reply
     env = TWO_STEPS | {"REWARD_FN": f"{FILE}:judge"}
     first = run_as_user(tmp_path / "first", **env)
     [error] = first.errors.splitlines()
-    assert first.code == 2 and "HTTP Error 400: Bad Request b'broken'" in error
+    assert first.code == 2 and "HTTP Error 404: Not Found b'broken'" in error
     assert error.startswith(f"error: REWARD_FN {FILE}:judge raised ConnectionError: JUDGE_URL=")
 
     first = run_as_user(tmp_path / "first", **env)

@@ -10,11 +10,13 @@ from contextlib import closing
 from pathlib import Path
 from subprocess import PIPE
 
+import numpy as np
 import pytest
 from runs import REPO
 
 from config import Config
 from data import load_examples, read_opening
+from evaluation import majority_accuracy
 from rewards import load_reward_functions
 
 pytestmark = pytest.mark.parity
@@ -74,6 +76,9 @@ JUDGED = [  # completion, right answer, question, reward
     ("Answer:\n34", "34", LINE, 1.0),
     ("Answer:", "34", LINE, 0.0),
     (r"\boxed{34}, so Answer: 35", "34", LINE, 1.0),
+    ("<think>Maybe Answer: 34", "34", LINE, 0.0),  # a thought that is never closed
+    (r"<think>It is \boxed{34}.", "34", "?", 0.0),
+    ("\\boxed{1\N{FRACTION SLASH}2}", "0.5", "?", 1.0),
     ("It is 34", "34", LINE, 0.0),
 ]
 
@@ -86,6 +91,31 @@ def test_only_the_answer_is_judged_and_in_the_same_way_of_messages(
     chats = [[{"role": "system", "content": "Reason."}, {"role": "user", "content": question}]]
     said = [[{"role": "assistant", "content": completion}]]
     assert math_correct(said, answer=[right], prompts=chats, completion_ids=[[1]]) == [reward]
+
+
+EQUAL = {  # the text that maj@n counts for each of the answers
+    "0.5": (r"\frac{1}{2}", "0.5", r"\dfrac12", ".50", "1/2", r"x=\frac12", "1\u20442"),
+    "42": ("42", "42.0", r"42^\circ", "y=42", "042"),
+    "2.828427": (r"\sqrt{8}", r"2\sqrt2"),
+    "41350": (r"\$41{,}350", "41350", "41{,}350"),
+    "{1, 3}": (r"\{1, 3\}", r"\{3,1\}"),
+    "b": ("B", r"\text{B}"),
+    "0.333333": (r"\frac{1}{3}", "0.333333"),
+    "9^{9^{9}}": ("9^{9^{9}}",),  # too large to calculate
+    "(10^8)!": ("(10^8)!",),
+}
+
+
+@pytest.mark.parametrize("text", EQUAL)
+def test_maj_counts_equal_answers_as_one(text: str) -> None:
+    answers = [extract_answer(rf"So \boxed{{{answer}}}.") for answer in EQUAL[text]]
+    assert answers == [text] * len(answers)
+
+
+def test_maj_of_equal_answers_in_three_forms_is_right() -> None:
+    forms = [rf"\boxed{{{answer}}}" for answer in (r"\frac{1}{2}", "7", "0.5", "7", r"\dfrac12")]
+    correct = np.array([[judge(text, r"\frac{1}{2}") for text in forms]])
+    assert majority_accuracy(correct, [*map(extract_answer, forms)]) == 1.0
 
 
 def test_maj_counts_the_text_of_the_answer_without_its_dot() -> None:

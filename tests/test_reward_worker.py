@@ -255,6 +255,14 @@ def positional(texts, **columns):
 @functools.wraps(documented)
 def renamed(texts, **columns):
     return [float(text) for text in texts]
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert (data_source, extra_info) == ("", {})
+    return float(ground_truth) * 10 + float(solution_str)
+def rated(solution_str, ground_truth, **kwargs):
+    assert sorted(kwargs) == ["data_source", "extra_info"]
+    return {"score": solution_str == "5", "acc": True}
+async def rated_later(data_source, solution_str, ground_truth, extra_info):
+    return rated(solution_str, ground_truth, data_source=data_source, extra_info=extra_info)
 def every_column(completions, question, answer, completion_ids):
     return [float(t) for t in completions]
 """
@@ -270,6 +278,9 @@ SIGNATURE_REWARDS = {  # of the completions "4" and "5"
     "positional": [8.0, 11.0],
     "renamed": [4.0, 5.0],
     "every_column": [4.0, 5.0],
+    "compute_score": [44.0, 75.0],
+    "rated": [0.0, 1.0],
+    "rated_later": [0.0, 1.0],
 }
 
 
@@ -286,6 +297,53 @@ def test_a_function_gets_trl_s_arguments_by_name_and_else_the_completions_first(
     with worker(tmp_path, name) as function:
         for _ in range(2):
             assert function(["4", "5"], **columns) == SIGNATURE_REWARDS[name]
+
+
+def test_trainer_state_has_the_steps_and_only_the_functions_that_name_it_get_it(
+    tmp_path: Path,
+) -> None:
+    body = """
+def steps(completions, trainer_state):
+    return [trainer_state.global_step, trainer_state.max_steps]
+def others(completions, **kwargs):
+    return [float("trainer_state" in kwargs)]
+"""
+    (tmp_path / "mine.py").write_text(body)
+    state = {"global_step": 3, "max_steps": 20}
+    with worker(tmp_path, "steps") as function:
+        assert function(["a", "b"], trainer_state=state) == [3.0, 20.0]
+    with worker(tmp_path, "others") as function:
+        assert function(["a"], trainer_state=state) == [0.0]
+
+
+VERL = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert isinstance(solution_str, str)
+    return len(data_source) + float(solution_str == ground_truth) + extra_info.get("index", 0)
+"""
+
+
+def test_a_function_of_verl_gets_its_columns_and_else_dataset_and_the_answer(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "verl.py").write_text(VERL)
+    workers = {}
+    [score] = load_reward_functions(
+        f"{tmp_path}/verl.py:compute_score", 30, 9, 2, workers, dataset="gsm"
+    )
+    with closing(*workers.values()):
+        assert score(["4", "5"], question=["?", "?"], answer=["4", "4"]) == [4.0, 3.0]
+        columns = {"data_source": ["gsm", "aime24"], "extra_info": [{"index": 10}, None]}
+        fields = [{"style": "rule", "ground_truth": "4"}, {"ground_truth": "5"}]
+        messages = [[{"role": "user", "content": "?"}]] * 2  # verl gives texts for these, too
+        assert score(["4", "5"], **columns, reward_model=fields, prompts=messages) == [14.0, 7.0]
+        assert score(["4"], answer=["9"], reward_model=fields[:1]) == [3.0]
+    (tmp_path / "verl.py").write_text(VERL.replace("    return", "    return solution_str[7] and"))
+    line = r"verl.py:compute_score raised IndexError: string index out of range \(verl.py:4\)"
+    with closing(get_worker("REWARD_FN", f"{tmp_path}/verl.py:compute_score", 30, {})) as process:
+        score = load_reward_function(process, f"{tmp_path}/verl.py:compute_score")
+        with pytest.raises(UserMistake, match=line):
+            score(["4"], answer=["4"])
 
 
 @pytest.mark.parametrize(

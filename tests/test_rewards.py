@@ -4,6 +4,7 @@ what REWARD_FN names."""
 import functools
 import math
 import random
+import re
 import time
 from fractions import Fraction
 
@@ -65,6 +66,13 @@ CORRECT = [  # completion, reference as in the last line of a GSM8K answer, rewa
     (r"\boxed{-\frac{3}{4}}", "-0.75", 1.0),
     (form("1e999999999"), "72", 0.0),
     (form("1e-999999999"), "0", 0.0),
+    ("<think>3 + 69 = 72", "72", 0.0),  # a thought that is never closed
+    ("<think>3 + 69\n<answer>72</answer>", "72", 0.0),
+    ("<think>A</think> 72 <think>or 73", "72", 1.0),
+    ("<think>A</think>\n<answer>72", "72", 1.0),
+    (form("72") + "<think>73", "72", 1.0),
+    (form("072"), "72", 1.0),
+    (form("0072"), "072", 1.0),
 ]
 
 
@@ -87,6 +95,29 @@ READ = {  # text: its number, as Fraction reads it
     r"\frac{1,500}{2}": "750",
     r"2\frac34": "11/4",
     "10 000": None,
+    "10, 000": None,
+    "10，000": None,
+    "10. 000": None,
+    "10\N{ACUTE ACCENT}000": None,
+    "3 007": None,
+    "1 000/3": None,
+    "10 007/8": None,
+    "10-007": None,
+    "007,000": None,
+    "007": "7",  # an answer of AIME
+    "000": "0",
+    "00.5": "1/2",
+    "-005": "-5",
+    "$7 = 007$": "7",
+    "5, or 007": "7",
+    r"the sum is 5 \boxed{007}": "7",
+    "5 + 2 is 7\n\n007": "7",
+    "007/2": "7/2",
+    "1\N{FRACTION SLASH}2": "1/2",
+    "3 1\N{FRACTION SLASH}2": "7/2",
+    "-1\N{FRACTION SLASH}4": "-1/4",
+    "1\N{DIVISION SLASH}2": "1/2",
+    "1\N{FRACTION SLASH}0": None,
     "10^3/4": None,
     "0,500": None,
     "3 or 100,00": None,  # the last number cannot be read, and no other replaces it
@@ -197,6 +228,11 @@ MARKED = {  # completion: its marked answer
     r"} {\boxed{\boxed{A}}": r"\boxed{A}",
     r"\boxed{}": "",
     "The answer is A.": None,
+    r"<think>It is \boxed{A}": None,
+    "<think>Or <answer>A</answer>": None,
+    r"<answer>A</answer> <think>\boxed{B}": "A",
+    r"<think>\boxed{A}</think> or <think>\boxed{B}": "A",
+    "<think>Hm</think><answer>A</answer>": "A",
 }
 
 
@@ -209,7 +245,7 @@ def test_the_marked_answer_is_that_of_the_last_closed_tag_or_else_of_the_last_cl
 
 def test_exact_match_is_for_letters_and_words_and_gives_0_without_an_answer() -> None:
     right = ["<answer> b. </answer>", r"It is \boxed{B}.", "<answer>\nB</answer> not C"]
-    wrong = ["B", "<answer>(B)</answer>", "<answer>B or C</answer>", r"\boxed{}", "<answer>B", ""]
+    wrong = ["B", "<answer>(C)</answer>", "<answer>B or C</answer>", r"\boxed{}", "<answer>B", ""]
     assert rewards.exact_match(right + wrong, answer=["B"] * 9) == [1.0] * 3 + [0.0] * 6
     assert rewards.exact_match(["Nothing.", form("B")], answer=[" .", ""]) == [None, None]
     words = [form("new  YORK."), form("New Orleans")]
@@ -219,6 +255,44 @@ def test_exact_match_is_for_letters_and_words_and_gives_0_without_an_answer() ->
     assert rewards.exact_match(accents, answer=["Café"] * 3) == [1.0, 1.0, 0.0]
     answers = [rewards.exact_match.extract_answer(text) for text in (*words, "B", r"\boxed{}")]
     assert answers == ["newyork", "neworleans", None, None]
+
+
+OPTIONS = (
+    r"(B);**B**;$B$;\text{B};B) 42;B: 42;B. 42;(b);[B];`B`;B);(B).;B. Paris;(B) -5;**(B)** 42;{B};"
+    r"**B.** 42;**B) 42**;$\textbf{(B)}$;\textbf{(B) } 42;\(B\);( B );（Ｂ）;Ｂ：42;B、巴黎;B．42"
+).split(";")
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_the_letter_of_an_option_is_read_in_completions_and_right_answers(option: str) -> None:
+    other = re.sub("[bBＢ]", "C", option)
+    texts = [form("B"), form(option), form("C"), form(other.replace("textCf", "textbf"))]
+    assert rewards.exact_match(texts, answer=[option] * 4) == [1.0, 1.0, 0.0, 0.0]
+    assert rewards.exact_match(texts, answer=["B"] * 4) == [1.0, 1.0, 0.0, 0.0]
+
+
+NO_OPTIONS = {  # a right answer, and what is wrong for it
+    "A": ["A*", "A+", "(A) or (B)", "A) or B", "A cat", "a, b", "f(A)", "A.M.", "A'", "(A) + 1"],
+    "E. coli": ["E. faecium", "E: faecium", "coli"],
+    "C: drive": ["C: folder"],
+    "C++": ["C", "C#", "C+"],
+    "J. S. Bach": ["J", "J. C. Bach"],
+    "x": ["(x) + 1", "x: 5", "x) or y"],
+    "U.S.": ["U", "U.K."],
+}
+
+
+@pytest.mark.parametrize("right", NO_OPTIONS)
+def test_words_expressions_and_several_letters_are_no_option(right: str) -> None:
+    texts = [form(text) for text in NO_OPTIONS[right]]
+    assert rewards.exact_match(texts, answer=[right] * len(texts)) == [0.0] * len(texts)
+    assert rewards.exact_match([form(right)], answer=[right]) == [1.0]
+
+
+def test_maj_counts_the_letters_of_options_as_one_and_names_apart() -> None:
+    texts = ["(B)", "B) 42", "B. 42", r"\text{B}", "E. coli", "E. faecium", "A*"]
+    counted = [rewards.exact_match.extract_answer(form(text)) for text in texts]
+    assert counted == ["b", "b", "b", "b", "ecoli", "efaecium", "a*"]
 
 
 FORMAT = [  # completion, reward_format, tag_count_reward
@@ -249,9 +323,13 @@ def test_the_format_is_all_or_nothing_and_the_tags_count_a_quarter_each(
 
 REPEATED = ["<answer>", "</answer>", "</think>\n<answer>", "9", "1,", "-", "- ", "1/", "1 ", "1 1/"]
 REPEATED += ["1,111,", ".", "1.", "1e", "^{", "= -", " ", r"\frac{1", "\N{MINUS SIGN}", SPACE]
+REPEATED += ["<think>", "</think>", "1, 00", ", 00", "00 ", "(", "B)", "B) C ", "*B"]
 REPEATED += ["'a", "a-", "=1", "½", r"\text{", "(1, ", r"\a_", "**", "**1", "1 999", "$"]
 REPEATED += [r"\frac", r"\frac1", r"\frac{1,", "1^", "10^{1", "1^{1/", r"-\frac{-1}{-1}", "9^9"]
 LONG = {
+    "closed brackets": rf"<answer>B{')' * 10**6}</answer>",
+    "spaced brackets": rf"<answer>(B{' )' * 500_000}.</answer>",
+    "option with spaces": f"<answer>B){' C' * 500_000}</answer>",
     **{text: text * (10**6 // len(text)) for text in REPEATED},
     "nested boxes": r"\boxed{" * 100_000 + "}" * 100_000,
     "digits space digits": "9" * 500_000 + " " + "9" * 500_000,
@@ -274,7 +352,7 @@ def test_no_completion_raises() -> None:
     pieces = ["<think>", "</think>", "\n", "<answer>", "</answer>", "1", "0", "23", ",", ".", "-"]
     pieces += ["/", " ", "e", "^", "10", "$", "%", "=", "\\frac{1}{0}", "{", "}", "####", "é"]
     pieces += [SPACE, r"\frac", "000", "{,}", "^{", "-", "¥"]
-    pieces += [r"\boxed{", "\\"]
+    pieces += [r"\boxed{", "\\", "007", "\u2044", "B) ", "(B)", "*"]
     pieces += ["\ud800", "\x00", "\N{VULGAR FRACTION ONE HALF}", "\N{ARABIC-INDIC DIGIT FIVE}", "²"]
     pieces += ["nan", "inf", "1e999", "0x1F", "1_000", "9" * 400, "\u2028", "\t", "\r\n", "<answer"]
     draw = random.Random(0)

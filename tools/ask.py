@@ -105,10 +105,10 @@ def ask(cfg: Config, example: dict[str, Any]) -> tuple[str, list[str]]:
     if "answer" not in example:
         run = replace(run, rollout=replace(run.rollout, functions=[], reward_weights=()))
     with contextlib.closing(make_backend(run)) as backend:
-        params, _ = load_weights(run)
+        params, step = load_weights(run)
         backend.update_weights(params)
         key, clock = jax.random.key(cfg.seed), Clock(EVAL_PHASES)
-        answered = answer_questions(run, backend, run.eval_prompts, key, clock)
+        answered = answer_questions(run, backend, run.eval_prompts, key, clock, step)
     [text] = dialogues_of(run.rollout, answered)
     rewards = zip(run.rollout.functions, answered.function_rewards[0], strict=True)
     return text, [f"{function.__name__} {reward:g}" for function, reward in rewards]

@@ -65,7 +65,7 @@ def answer_questions(
     questions: list[data.Prompt],
     key: jax.Array,
     clock: Clock,
-    step: int,
+    step: int = 0,
 ) -> Batch:
     """EVAL_SAMPLES completions of each question, sampled by eval_sampling, and their rewards. step:
     the number of steps that have trained the weights."""
@@ -94,8 +94,8 @@ def answer_questions(
     for i in range(0, len(local_questions), size):
         span = slice(i * samples, (i + size) * samples)
         part = jax.tree.map(lambda x, span=span: x[span], completions)
-        steps = [step, run.cfg.steps]
-        parts.append(reward_completions(rollout, local_questions[i : i + size], part, steps))
+        prompts = local_questions[i : i + size]
+        parts.append(reward_completions(rollout, prompts, part, step, run.cfg.steps))
     rewards, function_rewards = concatenate_trees(parts)
     stop_ids = rollout.stopping.stop_ids
     batch = gather_batch(padded, completions, rewards, function_rewards, stop_ids)

@@ -145,11 +145,11 @@ def completion_parts(completions: Completions | Batch, i: int) -> list[tuple[int
 
 
 def reward_completions(
-    rollout: RolloutConfig, prompts: list[data.Prompt], completions: Completions, steps: list[int]
+    rollout: RolloutConfig, prompts: list[data.Prompt], completions: Completions, *steps: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """The weighted total rewards [count] of the completions of these prompts, and the rewards
     of each function [count, functions], both float64; NaN where there is none. steps: those
-    taken, and STEPS. Raises UserMistake."""
+    taken, and STEPS, for trainer_state. Raises UserMistake."""
     texts = completion_texts(rollout, prompts, completions)
     K = len(texts) // len(prompts)
     columns: dict[str, Any] = {
@@ -158,7 +158,7 @@ def reward_completions(
     }
     ids, is_sampled = completions.completion_ids, completions.sampled_mask > 0
     columns["completion_ids"] = [x[mask].tolist() for x, mask in zip(ids, is_sampled, strict=True)]
-    columns["trainer_state"] = dict(zip(("global_step", "max_steps"), steps, strict=True))
+    columns["trainer_state"] = dict(zip(("global_step", "max_steps"), steps, strict=False))
     if rollout.environments is not None:
         columns["environments"] = completions.sequence_ids.tolist()
     return total_rewards(texts, columns, rollout.functions, rollout.reward_weights, K)

@@ -126,7 +126,7 @@ def main(cfg: Config) -> None:
                 clock.lap("rollout_generate")
                 # [local_batch] and [local_batch, functions]
                 rewards, function_rewards = reward_completions(
-                    rollout, slice_of_process(prompts), completions, [step, cfg.steps]
+                    rollout, slice_of_process(prompts), completions, step, cfg.steps
                 )
                 clock.lap("reward")
                 stop_ids = rollout.stopping.stop_ids

@@ -242,7 +242,7 @@ class _Server:
         `completions`. The numbers in the column `environments` become the objects; functions in
         other files than that of the class do not get this column. A function with `solution_str`
         is verl's, and is called as there."""
-        state = columns.pop("trainer_state", None)
+        state = columns.pop("trainer_state", None) or None
         numbers = columns.pop("environments", None)
         if numbers and self._class:
             columns["environments"] = [self._environments[n] for n in numbers]

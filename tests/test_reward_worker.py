@@ -11,6 +11,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
+from runs import environment, run_as_user
 
 from infra import reward_worker
 from infra.mistakes import UserMistake
@@ -314,6 +315,25 @@ def others(completions, **kwargs):
         assert function(["a", "b"], trainer_state=state) == [3.0, 20.0]
     with worker(tmp_path, "others") as function:
         assert function(["a"], trainer_state=state) == [0.0]
+
+
+@pytest.mark.slow
+def test_a_run_and_its_evaluations_tell_reward_functions_the_step(tmp_path: Path) -> None:
+    body = """
+def seen(completions, trainer_state, **kwargs):
+    with open("seen", "a") as file:
+        file.write(f"{trainer_state.global_step}/{trainer_state.max_steps} ")
+    return [1.0] * len(completions)
+"""
+    (tmp_path / "mine.py").write_text(body)
+    env = environment(
+        """STEPS=2 BATCH_SIZE=4 NUM_PRE_Q=2 MAX_LENGTH_SAMPLE=4 EVAL_EVERY_STEPS=2 EVAL_PROMPTS=8
+        TRAIN_MICRO_BATCH_SIZE=8"""
+    )
+    run = run_as_user(tmp_path / "out", **env, REWARD_FN=f"{tmp_path}/mine.py:seen")
+    assert run.code == 0, run.errors
+    [file] = tmp_path.rglob("seen")
+    assert [*dict.fromkeys(file.read_text().split())] == ["0/2", "1/2", "2/2"]
 
 
 VERL = """

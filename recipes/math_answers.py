@@ -24,7 +24,6 @@ try:
     from math_verify import LatexExtractionConfig, parse, verify
     from math_verify.errors import TimeoutException
     from math_verify.utils import timeout
-    from sympy import Eq, N
 except ModuleNotFoundError as error:
     raise SystemExit(f"{error}; pip install math-verify") from None
 
@@ -62,12 +61,12 @@ def canonical(answer: str) -> str:
     without a value, or whose value takes more than a second, is itself."""
     values = parse_latex(answer) if len(answer) <= LONGEST else []
     value = values[0] if values else answer
-    if isinstance(value, Eq) and value.lhs.is_Symbol:
+    if getattr(value, "is_Equality", False) and value.lhs.is_Symbol:
         value = value.rhs
     try:
         if not getattr(value, "is_number", False):
             return str(value)
-        number = round(Decimal(str(timeout(1)(N)(value, 28))), 6)
+        number = round(Decimal(str(timeout(1)(value.evalf)(28))), 6)
         return f"{number.normalize() + 0:f}"
     except (TimeoutException, Exception):  # SymPy raises many for what it cannot calculate.
         return answer

@@ -185,12 +185,12 @@ class Config:
     steps: int = free_in_train(100, "Number of training steps; 0: only evaluate.")
     train_micro_batch_size: int = free_in_train(
         0,
-        "Sequences per micro-step on each process, for memory, not results; 0: up to 4 per device.",
+        "Full sequences per micro-step of a process, or up to 8x short ones; 0: up to 4 a device.",
         yaml="micro_batch_size",
     )
     train_per_device_micro_batch_size: int = free_in_train(
         0,
-        "Sequences per micro-step on each device; 0: not set.",
+        "Full sequences per micro-step of a device, or up to 8x short ones; 0: not set.",
         yaml="per_device_micro_batch_size",
     )
     grad_accum_steps: int = free_in_train(0, "Maximum micro-steps of an update; 0: not set.")
@@ -577,7 +577,8 @@ def load(
         exit_with_mistakes(error)
     layers |= {name.lower(): ".env" for name in dotenv}
     run_notes = () if answers else (*notes(cfg, layers), *lines)
-    note_lines = [f"note: {line}" for line in (*run_notes, *describe_ignored_names(env), *newer)]
+    ignored = describe_ignored_names(env, [field.name.upper() for field in dataclasses.fields(cfg)])
+    note_lines = [f"note: {line}" for line in (*run_notes, *ignored, *newer)]
     return cfg, args, [changed(cfg, layers), *note_lines]
 
 

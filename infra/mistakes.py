@@ -90,39 +90,46 @@ def writing(
 # What other programs call our settings; a name in lower case occurs only in YAML.
 CALLED = {
     "MODEL_PATH": "MODEL_NAME_OR_PATH MODEL_ID",
+    "CHAT_TEMPLATE": "CHAT_TEMPLATE_PATH",
     "CHAT_TEMPLATE_KWARGS": "APPLY_CHAT_TEMPLATE_KWARGS",
+    "LORA_RANK": "LORA_R",
+    "LORA_TARGETS": "TARGET_MODULES LORA_TARGET_MODULES",
     "SEED": "RANDOM_SEED",
     "ROLLOUT_BACKEND": "ROLLOUT_ENGINE",
     "BATCH_SIZE": "ROLLOUT_PROMPT_BATCH_SIZE",
     "ROLLOUT_BATCH_SIZE": "GENERATION_BATCH_SIZE",
     "NUM_PRE_Q": "NUM_GENERATIONS GROUP_SIZE ROLLOUT_N rollout.n",
     "MAX_LENGTH_SAMPLE": "MAX_COMPLETION_LENGTH MAX_RESPONSE_LENGTH MAX_NEW_TOKENS MAX_LEN_SAMPLE",
-    "REWARD_FN": "REWARD_FUNCS",
+    "REWARD_FN": "REWARD_FUNCS REWARD_FUNC",
     "ENVIRONMENT_CLASS": "ENVIRONMENT_FACTORY",
-    "STEPS": "MAX_STEPS NUM_STEPS TOTAL_STEPS TOTAL_TRAINING_STEPS",
+    "STEPS": "MAX_STEPS NUM_STEPS TOTAL_STEPS TOTAL_TRAINING_STEPS TRAIN_STEPS TRAINING_STEPS "
+    "NUM_TRAIN_STEPS MAX_TRAIN_STEPS",
     "TRAIN_MICRO_BATCH_SIZE": "MICRO_BATCH_SIZE MICRO_BATCH",
     "TRAIN_PER_DEVICE_MICRO_BATCH_SIZE": "PER_DEVICE_TRAIN_BATCH_SIZE MICRO_BATCH_SIZE_PER_DEVICE "
     "PPO_MICRO_BATCH_SIZE_PER_GPU",
     "GRAD_ACCUM_STEPS": "GRADIENT_ACCUMULATION_STEPS GRAD_ACCUM",
     "PPO_EPOCHS": "NUM_ITERATIONS",
     "OPTIMIZER": "OPTIM",
-    "LEARNING_RATE": "LR",
-    "LR_SCHEDULE": "LR_SCHEDULER_TYPE",
+    "LEARNING_RATE": "LR LEARNRATE",
+    "LR_SCHEDULE": "LR_SCHEDULER_TYPE LR_SCHEDULER",
+    "WARMUP_RATIO": "LR_WARMUP_STEPS_RATIO",
     "CLIP_NORM": "MAX_GRAD_NORM GRAD_CLIP",
     "MESH_SHAPE": "MESH_SHAPE_FSDP",
-    "REMAT": "GRADIENT_CHECKPOINTING",
+    "REMAT": "GRADIENT_CHECKPOINTING USE_GRADIENT_CHECKPOINTING ENABLE_GRADIENT_CHECKPOINTING",
     "EPS_LOW": "EPSILON_LOW CLIP_RATIO_LOW",
     "EPS_HIGH": "EPSILON_HIGH CLIP_RATIO_HIGH",
     "DELTA": "CLIP_RATIO_C",
     "BETA": "KL_COEF KL_LOSS_COEF KL_BETA",
+    "KL_ESTIMATOR": "KL_LOSS_TYPE KL_PENALTY",
+    "ENTROPY_COEF": "ENTROPY_COEFF",
     "TEACHER_PATH": "TEACHER_MODEL_PATH TEACHER_MODEL_NAME_OR_PATH",
     "IS_MODE": "VLLM_IMPORTANCE_SAMPLING_MODE",
     "IS_CAP": "VLLM_IMPORTANCE_SAMPLING_CAP VLLM_IMPORTANCE_SAMPLING_CLIP_MAX",
     "EVAL_EVERY_STEPS": "EVAL_STEPS EVAL_EVERY TEST_FREQ",
     "EVAL_SAMPLES": "NUM_GENERATIONS_EVAL",
     "SAVE_EVERY_STEPS": "SAVE_STEPS SAVE_FREQ",
-    "SAVE_KEEP": "SAVE_TOTAL_LIMIT",
-    "RESUME": "RESUME_FROM_CHECKPOINT",
+    "SAVE_KEEP": "SAVE_TOTAL_LIMIT MAX_ACTOR_CKPT_TO_KEEP",
+    "RESUME": "RESUME_FROM_CHECKPOINT RESUME_MODE",
 }
 OTHER_NAMES = {name: ours for ours, names in CALLED.items() for name in names.split()}
 # What other programs call our values.
@@ -137,7 +144,7 @@ CALLED_VALUES = {
     "k3": "low_var_kl",
 }
 OTHER_VALUES = {text: ours for ours, texts in CALLED_VALUES.items() for text in texts.split()}
-# Names of other programs that have no counterpart: why.
+# Names of other programs, and names that were settings here, without a counterpart: why.
 WITHOUT_COUNTERPART = {
     "PARAM_DTYPE": "trained weights are float32, since bfloat16 loses most updates of them; to "
     "save memory lower TRAIN_PER_DEVICE_MICRO_BATCH_SIZE or use more devices",
@@ -145,13 +152,27 @@ WITHOUT_COUNTERPART = {
     "as many as the dataset has questions, divided by the prompts of a step",
     "EPSILON CLIP_RATIO CLIP_EPS": "EPS_LOW and EPS_HIGH are the two sides of the clip",
     "EVAL_BATCHES": "EVAL_PROMPTS is the number of questions in an evaluation",
-    "MAX_LENGTH MAX_LENGTH_TOTAL": "MAX_LENGTH_SAMPLE limits the completion and MAX_PROMPT_LENGTH "
-    "the prompt, in tokens",
+    "MAX_LENGTH MAX_LENGTH_TOTAL MAX_SEQ_LENGTH": "MAX_LENGTH_SAMPLE limits the completion and "
+    "MAX_PROMPT_LENGTH the prompt, in tokens",
     "USE_VLLM": "ROLLOUT_BACKEND names the program that samples",
     "MAX_TOOL_CALLING_ITERATIONS": "MAX_TURNS is one more: it counts the last turn, too",
-    "WARMUP_STEPS": "WARMUP_RATIO is the fraction of the schedule that is warmup",
+    "WARMUP_STEPS LR_WARMUP_STEPS": "WARMUP_RATIO is the fraction of the schedule that is warmup",
     "STEPS_PER_GENERATION PPO_MINI_BATCH_SIZE": "NUM_MINI_BATCHES is the number of mini-batches "
     "into which a step's groups are divided",
+    "IMPORTANCE_SAMPLING_LEVEL": "LOSS_TYPE=gspo has one ratio per sequence, dapo one per token",
+    "REF_SYNC_STEPS REF_SYNC_ALPHA REF_MODEL_SYNC_STEPS REF_MODEL_MIXUP_ALPHA": "the reference of "
+    "BETA stays the initial model; for a newer one begin a new run from an export",
+    "RESUME_FORCE": "RESUME=runs/x with a new OUTPUT_DIR continues a run with other settings",
+    "ACCURACY_OF": "accuracy is that of the first function in REWARD_FN; its weight may be 0",
+    "ACCURACY_THRESHOLD": "a completion is right if the first function in REWARD_FN gives 1",
+    "PROMPT_TOO_LONG": "MAX_PROMPT_LENGTH skips longer prompts, and a line counts them",
+    "EXPORT_DTYPE": "DTYPE is also the dtype of the export",
+    "SKIP_ZERO_ADVANTAGE": "updates always leave out sequences that add nothing to the gradient",
+    "DROP_ENDED": "with MAX_LENGTH_SAMPLE of 128 or more ended sequences leave the decoding",
+    "PACKING": "updates always pack short sequences; TRAIN_MICRO_BATCH_SIZE limits their memory",
+    "LAYER_LOOP": "the run chooses how layers are compiled, and config.yaml says what it chose",
+    "NONFINITE_LIMIT": "a run always ends after 3 steps in a row that are not finite",
+    "REPETITION_NGRAM": "repetition_penalty counts groups of 3 tokens; copy it for others",
 }
 NOT_SETTINGS = {
     name: reason for names, reason in WITHOUT_COUNTERPART.items() for name in names.split()
@@ -159,17 +180,24 @@ NOT_SETTINGS = {
 # Names like those of settings that an environment may have for other purposes: they stop no run.
 AMBIGUOUS = {"MODEL": "MODEL_PATH", "MODEL_NAME": "MODEL_PATH", "DATASET_NAME": "DATASET"}
 AMBIGUOUS |= {"TRAIN_BATCH_SIZE": "ROLLOUT_GLOBAL_BATCH_SIZE", "RUN_NAME": "WANDB_NAME"}
+AMBIGUOUS |= {"MAX_TOKENS": "MAX_LENGTH_SAMPLE"}  # clients of LLMs read it, too
 # Environment names that start like this are never read as misspelt settings.
 FOREIGN = ("WANDB_", "JAX_", "HF_", "TPU_", "XLA_", "SGLANG_")
 
 
-def describe_ignored_names(env: Mapping[str, str]) -> list[str]:
-    """A line for each ambiguous name in the environment whose setting is not in it."""
-    return [
+def describe_ignored_names(env: Mapping[str, str], known: Sequence[str] = ()) -> list[str]:
+    """A line for each ambiguous name in the environment whose setting is not in it, and for each
+    name of several words that all are words of settings. known: the names of all settings."""
+    lines = [
         f"{name}={env[name]} is ignored; the setting is called {ours}"
         for name, ours in AMBIGUOUS.items()
         if name in env and ours not in env
     ]
+    words = {word for name in known for word in name.split("_")}
+    others = sorted(x for x in {*env} - {*known} - {*AMBIGUOUS} if not x.startswith(FOREIGN))
+    # Its value is not shown, since it may be a secret of another program.
+    reason = "is ignored: no setting has this name (`python config.py` lists all)"
+    return lines + [f"{x} {reason}" for x in others if "_" in x and words.issuperset(x.split("_"))]
 
 
 def find_misspelt_name(name: str, known: Sequence[str]) -> str:

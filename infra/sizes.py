@@ -1,9 +1,11 @@
 """The sizes of a step, from the batch settings and the devices. Imports neither jax nor numpy.
 
 docs/migration.md says what each batch size counts. A pass is the prefill and decode of one batch of
-prompts, and a micro-step the forward and backward of one micro-batch of sequences. If no rollout
-size is set, a step is one pass of 2 prompts per device; if only the size of the step is set, the
-step is one pass. If no micro-batch size is set, a micro-step has up to 4 sequences per device.
+prompts, and a micro-step the forward and backward of one micro-batch of sequences. A micro-batch is
+limited in slots, those of sequences of full length: up to eight times as many short ones are packed
+into it, so that an update has at most GRAD_ACCUM_STEPS micro-steps. If no rollout size is set, a
+step is one pass of 2 prompts per device; if only the size of the step is set, the step is one pass.
+If no micro-batch size is set, a micro-step has up to 4 full sequences per device.
 Every division must be exact; otherwise an error names the nearest sizes that fit.
 """
 
@@ -35,7 +37,7 @@ class Sizes(NamedTuple):
     global_batch: int  # B: sequences per step over all processes
     prompt_batch_size: int  # prompts per pass per process
     passes_per_step: int
-    micro_batch_size: int  # sequences per micro-step per process
+    micro_batch_size: int  # sequences of full length per micro-step per process
     grad_accum_steps: int  # the largest number of micro-steps of an update
     prompts_per_step: int  # P: prompts per step over all processes
     updates_per_step: int = 1  # NUM_MINI_BATCHES * PPO_EPOCHS

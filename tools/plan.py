@@ -206,7 +206,7 @@ def print_sizes(plan: Plan, slice_name: str) -> None:
         f"{cfg.model_path} of {num_params(training.model) / 1e9:.2f}B parameters\n"
         f"a step: {sizes.global_batch} sequences of {S} + {cfg.max_length_sample} tokens; "
         f"per device {sizes.prompt_batch_size * cfg.num_pre_q // local} in each of "
-        f"{sizes.passes_per_step} passes, {sizes.micro_batch_size // local} in each of "
+        f"{sizes.passes_per_step} passes, {sizes.micro_batch_size // local} in each of at most "
         f"{sizes.grad_accum_steps} micro-steps\n"
         f"mesh dp,fsdp,tp train={mesh_text(training.layout.mesh)} ({cfg.mesh_shape}) "
         f"rollout={rollout_mesh_text(cfg, plan.rollout)} "

@@ -73,6 +73,18 @@ def test_a_long_text_is_cut_and_an_empty_one_has_a_line() -> None:
     assert lines[1::2] == ["    " + "a" * 400, "    " + "a" * 400 + " ...", "    "]
 
 
+@pytest.mark.parametrize("answer", ["\ud83d", "4 \ude00", "\udcff", "😀 \ud83d"])
+def test_half_a_character_in_an_answer_does_not_end_a_run(tmp_path: Path, answer: str) -> None:
+    """JSON can hold half an emoji, and UTF-8 cannot."""
+    example = json.dumps({"question": "What is 1 + 1?", "answer": f"{answer} 2"}) + "\n"
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(example * 4)
+    done = train(tmp_path / "run", **SMALL, DATASET=str(tmp_path))
+    page = (done.out / "report.html").read_text(encoding="utf-8")
+    half = answer.encode("utf-8", "backslashreplace").decode()
+    assert f"{half} 2" in page and "\\ud" in half
+
+
 # ---- summary.json --------------------------------------------------------------------------------
 
 

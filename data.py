@@ -39,6 +39,8 @@ FIXED_DATE = (
     + " }}{% endmacro %}\n"
 )
 SENTINEL = "A text that is nowhere else."
+# Tags around thoughts, which a chat template may write before an answer that has none.
+THINK_TAGS = re.compile(r"[<\[]/?[\w:|]*think[\w:|]*[>\]]", re.IGNORECASE)
 _TAIL = 16  # A tag and the white space after it have fewer tokens than this.
 SUFFIXES = (".jsonl", ".json", ".parquet")
 # DATASET_CONFIG, if it is empty, of hub datasets with several configurations and no default.
@@ -73,6 +75,7 @@ def load_examples(
     question: str = "question",
     answer: str | None = "answer",
     completion: str | None = None,
+    needs_answers: bool = True,
 ) -> list[Example]:
     """The examples of one split of a local file, a local folder or a hub dataset.
 
@@ -85,6 +88,7 @@ def load_examples(
     messages, the example has the list as `prompts`, and `question` is the text of the last message.
     completion: not None for train_sft.py, see read_completion. Each example then has its result as
     `completions`, a name that no column keeps.
+    needs_answers: False: examples without a text in the answer's column are no mistake.
     It keeps the columns that JSON can hold, as reward workers get them, and prints the others.
     Raises UserMistake if a file is missing or cannot be read, or if an example lacks a text.
     """
@@ -102,22 +106,15 @@ def load_examples(
     for file, items in contents.items():
         for number, item in enumerate(items, start=1):
             examples.append(item)
-            texts.append(read_question_and_answer(f"{file} example {number}", item, *names))
+            source = f"{file} example {number}"
+            texts.append(read_question_and_answer(source, item, *names, needs_answers))
     if 0 < sum("prompts" in example_texts for example_texts in texts) < len(texts):
         reason = "some questions are texts and others lists of messages; write all in the same form"
         raise UserMistake(f"DATASET={dataset}, split {split!r}: {reason}")
-    # Rewards receive the columns as lists, so every example needs every column of the split.
-    columns = dict.fromkeys(name for example in examples for name in example)
-    for name in [*columns]:
-        reason: object = "rewards have an argument of this name" if name in REWARD_ARGUMENTS else ""
-        try:
-            for example in examples:
-                json.dumps(example.get(name))
-        except TypeError as error:
-            reason = error
-        if reason:
-            del columns[name]
-            print(f"left out column {name!r} of split {split!r}: {reason}", flush=True)
+    if any("answer" in example_texts for example_texts in texts):
+        for example_texts in texts:
+            example_texts.setdefault("answer", None)
+    columns = kept_columns(examples, texts, {"question": question, "answer": answer}, split)
     examples = [
         {name: example.get(name) for name in columns} | texts_of_example
         for example, texts_of_example in zip(examples, texts, strict=True)
@@ -152,8 +149,33 @@ def _unseen(test: list[Example], train: list[Example]) -> list[Example]:
 
     prompts = [key_of(e) for e in test]
     seen, pairs = {*prompts}.intersection(map(key_of, train)), zip(prompts, test, strict=True)
-    unseen = {(prompt, e.get("answer")): e for prompt, e in pairs if prompt not in seen}
+    unseen = {(prompt, repr(e.get("answer"))): e for prompt, e in pairs if prompt not in seen}
     return [*unseen.values()]
+
+
+def kept_columns(
+    examples: list[Example], texts: list[Example], named: dict[str, str | None], split: str
+) -> list[str]:
+    """The columns that rewards can receive. Prints the others, and those that a column which a
+    setting names replaces by its texts. named: {"question": QUESTION_COLUMN, ...}."""
+    # Rewards receive the columns as lists, so every example needs every column of the split.
+    columns = dict.fromkeys(name for example in examples for name in example)
+    for name in [*columns]:
+        reason: object = "rewards have an argument of this name" if name in REWARD_ARGUMENTS else ""
+        try:
+            for example in examples:
+                json.dumps(example.get(name))
+        except TypeError as error:
+            reason = error
+        if reason:
+            del columns[name]
+        elif named.get(name, name) not in (None, name):
+            pairs = zip(examples, texts, strict=True)
+            if any(e.get(name) != texts_of_e.get(name, e.get(name)) for e, texts_of_e in pairs):
+                reason = f"{name.upper()}_COLUMN={named[name]} replaces it"
+        if reason:
+            print(f"left out column {name!r} of split {split!r}: {reason}", flush=True)
+    return [*columns]
 
 
 def read_question_and_answer(
@@ -162,12 +184,14 @@ def read_question_and_answer(
     question: str,
     answer: str | None,
     completion: str | None = None,
+    needs_answers: bool = True,
 ) -> Example:
     """The `question`, the `answer` and, if the question is a list of messages, the
     `prompts` of an example. An answer that is a number becomes its text.
 
     source: of the example, for the error. question, answer, completion: names of columns, see
-    find_column; None: it is not read. Raises UserMistake if a text is missing.
+    find_column; None: it is not read. Raises UserMistake if a text is missing; if not
+    needs_answers, an answer that is no text is left out.
     """
     texts: Example = {}
     if completion is not None:
@@ -181,6 +205,8 @@ def read_question_and_answer(
             continue
         value = number_to_text(value) if name == "answer" else value
         if not isinstance(value, str) or not value.strip():
+            if name == "answer" and not needs_answers:
+                continue
             raise UserMistake(
                 f"{source} has no text in {column!r}, but {value!r:.80}; write it as text, or set "
                 f"{name.upper()}_COLUMN to one of its columns, {', '.join(columns)}"
@@ -561,6 +587,21 @@ def end_of_turn_id(chat_format: ChatFormat) -> int | None:
     tokenizer = chat_format.tokenizer
     ids = tokenizer(text.partition(SENTINEL)[2].lstrip(), add_special_tokens=False)["input_ids"]
     return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else None
+
+
+def missing_header(chat_format: ChatFormat) -> str:
+    """What the chat template writes between a question and its answer, but not at the end of a
+    prompt, so that the model would have to write it; "" if there is nothing but thoughts."""
+    question = {"role": "user", "content": "A question."}
+    chat = [question, {"role": "assistant", "content": SENTINEL}]
+    try:
+        [text] = chat_format.render([chat], add_generation_prompt=False)
+        [prompt] = chat_format.render([[question]])
+    except UserMistake:
+        return ""
+    before, is_written, _ = text.partition(SENTINEL)
+    header = before[len(os.path.commonprefix([before, prompt])) :] if is_written else ""
+    return THINK_TAGS.sub("", header).strip()
 
 
 def open_think_tag(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase") -> str:

@@ -8,6 +8,7 @@ break after a turn is not trained on, because no sampler writes it.
 
 import itertools
 import math
+import os
 from typing import NamedTuple
 
 import data
@@ -90,10 +91,16 @@ def cut_out_turns(
         turn = turn.partition(end)[0]
         written = prompt + turn + end * is_written
         if not text.startswith(written):
+            one, other, places = written, text, ("at the end", "before further messages")
+            remedy = "give each example one turn, or set CHAT_TEMPLATE to one such as"
+            if not answered.startswith(prompt):
+                one, other, places = prompt, answered, ("in a prompt", "in a conversation")
+                remedy = "change CHAT_TEMPLATE_KWARGS or the thoughts, or set CHAT_TEMPLATE to"
+            same = len(os.path.commonprefix([one, other]).rstrip("<"))
             raise UserMistake(
-                f"the chat template writes {name} or the messages before it differently in a "
-                f"prompt or before further messages, as templates that drop thoughts do; give "
-                f"each example one turn, or set CHAT_TEMPLATE to one such as docs/qwen3_turns.jinja"
+                f"the chat template writes {name} or the messages before it as "
+                f"{one[same:]!r:.40} {places[0]} and {other[same:]!r:.40} {places[1]}; "
+                f"{remedy} docs/qwen3_turns.jinja"
             )
         pieces += [text[begin : len(prompt)], turn + end]
         begin = len(written)

@@ -328,7 +328,7 @@ def completion_entries(
     ]
     K = batch.completions_per_prompt()
     entries = [
-        {column: prompt.columns[column] for column in ("question", "answer")}
+        {column: prompt.columns.get(column) for column in ("question", "answer")}
         | {"completions": completions[i * K : (i + 1) * K]}
         for i, prompt in enumerate(batch.prompts)
     ]

@@ -254,6 +254,8 @@ def _folded(answer: str | None) -> tuple[str, str]:
     return words.removesuffix(".").removesuffix("。"), after.removesuffix(".")
 
 
+# Questions need answers only for functions that read them; see load_split.
+reward_correct.reads_answer = exact_match.reads_answer = True
 # The answers that maj@n counts; for the functions of a file see load_reward_function.
 reward_correct.extract_answer = extract_answer
 exact_match.extract_answer = lambda text: "".join(_folded(marked_answer(text))) or None

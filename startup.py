@@ -6,6 +6,7 @@ Cheap checks come first. The mistakes of a user end in a UserMistake with a line
 """
 
 import dataclasses
+import json
 import math
 import os
 import re
@@ -178,6 +179,9 @@ def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
         run = with_teacher(make_run(cfg, example))
         fingerprint = process_fingerprint(run)
     hosts.raise_if_processes_differ(fingerprint)
+    if not example:
+        note_untold_tags(run)
+        print_repeats(run)
     train_compute, rollout_compute = run.learner.compute, run.rollout.compute
     print(
         f"model={run.folder} parameters={placement.num_params(train_compute.model) / 1e6:.2f}M "
@@ -260,7 +264,7 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     )
 
     def read_prompts(split: str) -> list[data.Prompt]:
-        examples = [example] if example else load_split(cfg, split)
+        examples = [example] if example else load_split(cfg, split, functions)
         prompts = prompts_of_split(cfg, examples, chat_format, model, split)
         if rewards.reward_correct in functions and not example:
             raise_if_no_number(cfg.dataset, split, [prompt.columns["answer"] for prompt in prompts])
@@ -365,6 +369,10 @@ def check_chat_format(cfg: Config, chat_format: data.ChatFormat) -> None:
         raise UserMistake(
             f"MODEL_PATH (or CHAT_TEMPLATE): {reason}; set CHAT_TEMPLATE to one for texts"
         )
+    if header := data.missing_header(chat_format):
+        reason = f"its chat template writes {header!r} before an answer, but not after a prompt"
+        remedy = "set CHAT_TEMPLATE to one that does so with add_generation_prompt"
+        raise UserMistake(f"MODEL_PATH (or CHAT_TEMPLATE): {reason}; {remedy}")
     tokenizer = chat_format.tokenizer
     bos = tokenizer.decode(tokenizer("")["input_ids"][:1])
     if bos == tokenizer.bos_token and not text.startswith(bos):
@@ -386,13 +394,23 @@ def check_chat_format(cfg: Config, chat_format: data.ChatFormat) -> None:
         print(f"note: {reason}", flush=True)
 
 
-def load_split(cfg: Config, split: str) -> list[dict[str, Any]]:
-    """The examples of a split of DATASET. Raises UserMistake."""
+def load_split(
+    cfg: Config, split: str, functions: Sequence[rewards.RewardFunction]
+) -> list[dict[str, Any]]:
+    """The examples of a split of DATASET; without answers if there are none and no reward function
+    reads them. Raises UserMistake."""
     answer, completion = cfg.answer_column, None
+    needs_answers = any(getattr(function, "reads_answer", False) for function in functions)
     if cfg.loss_type == "sft":
         answer, completion = (answer if cfg.reward_fn else None), cfg.completion_column
     examples = data.load_examples(
-        cfg.dataset, cfg.dataset_config, split, cfg.question_column, answer, completion
+        cfg.dataset,
+        cfg.dataset_config,
+        split,
+        cfg.question_column,
+        answer,
+        completion,
+        needs_answers,
     )
     for name in ("tools", "chat_template_kwargs"):
         if any(example.get(name) for example in examples):
@@ -412,9 +430,10 @@ def prompts_of_split(
     if cfg.system_prompt and (count := sum(map(data.has_system_message, examples))):
         reason = "have a system message, which replaces that of SYSTEM_PROMPT"
         print(f"note: {count} of {len(examples)} {split} prompts {reason}", flush=True)
+    # First: examples that a template writes only in part have other faults as well.
+    check_messages(examples, chat_format, split)
     build = build_demonstrations if cfg.loss_type == "sft" else data.build_prompts
     prompts = build(examples, chat_format, model.vocab_size)
-    check_messages(examples, chat_format, split)
     prompts = data.drop_long_prompts(prompts, cfg.max_prompt_length, split)
     if cfg.loss_type == "sft":
         prompts = data.drop_long_prompts(prompts, cfg.max_length_sample, split, "completion")
@@ -464,6 +483,37 @@ def raise_if_no_number(dataset: str, split: str, answers: list[str]) -> None:
         share = f"{len(without)} of {len(answers)} {split} answers"
         reason = f"have no number, such as {without[0]!r:.80}: reward_correct leaves them out"
         print(f"note: {share} {reason}", flush=True)
+
+
+def note_untold_tags(run: Run) -> None:
+    """Prints how many prompts do not ask for the tags that a reward function counts."""
+    cfg, rollout = run.cfg, run.rollout
+    weights = zip(rollout.functions, rollout.reward_weights, strict=True)
+    tags = (rewards.reward_format, rewards.tag_count_reward)
+    names = [function.__name__ for function, weight in weights if function in tags and weight]
+    for split, prompts in (cfg.train_split, run.train_prompts), (cfg.eval_split, run.eval_prompts):
+        chats = (rollout.chat_format.messages_of(prompt.columns) for prompt in prompts)
+        untold = (not any("<answer>" in message["content"] for message in chat) for chat in chats)
+        if names and cfg.loss_type != "sft" and (count := sum(untold)):
+            reason = f"do not ask for the tags that {' and '.join(names)} count"
+            remedy = "ask for them in SYSTEM_PROMPT, or set another REWARD_FN"
+            print(f"note: {count} of {len(prompts)} {split} prompts {reason}; {remedy}", flush=True)
+
+
+def print_repeats(run: Run) -> None:
+    """Prints how many held-out questions are also trained on."""
+
+    def key(prompt: data.Prompt) -> tuple:
+        # An environment reads all columns: the same text may begin different episodes.
+        columns, plays = prompt.columns, run.cfg.environment_class
+        question = columns if plays else columns.get("prompts") or columns["question"]
+        # Of demonstrations the completion counts, too.
+        return json.dumps(question), *getattr(prompt, "completion_ids", ())
+
+    repeats = {*map(key, run.eval_prompts)}.intersection(map(key, run.train_prompts))
+    if count := sum(key(prompt) in repeats for prompt in run.eval_prompts):
+        share = f"{count} of {len(run.eval_prompts)} held-out questions of {run.cfg.dataset}"
+        print(f"{share} are also in the training split: their results are no test", flush=True)
 
 
 # ---- Doors: each side-file is only imported here ------------------------------------------------

@@ -191,6 +191,64 @@ def test_unicode_line_separators_are_text(tmp_path: Path) -> None:
     assert load_examples(str(file), "", "train") == [example]
 
 
+def test_a_column_that_another_replaces_is_named_unless_both_are_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    rows = [
+        {"problem": f"{i}+2?", "question": "see problem", "answer": "By adding.", "final": i + 2}
+        for i in range(20)
+    ]
+    nested = [{**row, "reward_model": {"ground_truth": "7"}} for row in rows]
+    asked = [
+        {**row, "prompt": [user(row["question"])], "answer": str(row["final"])} for row in rows
+    ]
+    for examples, question, answer, names in (
+        (rows, "problem", "final", ["question", "answer"]),
+        (rows, "question", "final", ["answer"]),
+        (nested, "question", "reward_model.ground_truth", ["answer"]),
+        (rows, "problem", None, ["question"]),
+        (asked, "prompt", "final", []),
+        (rows, "question", "answer", []),
+        (rows, "question", "nowhere", []),
+    ):
+        file = str(write(tmp_path / "sums.jsonl", examples))
+        columns = {"question": question, "answer": answer}
+        load_examples(file, "", "train", question, answer, needs_answers=False)
+        expected = [
+            f"left out column {name!r} of split 'train': {name.upper()}_COLUMN={columns[name]} "
+            "replaces it"
+            for name in names
+        ]
+        assert capsys.readouterr().out.splitlines() == expected
+
+
+@pytest.mark.parametrize(
+    "rows, column, answers",
+    [
+        ([{}], "answer", ["absent"] * 3),
+        ([{}], "final", ["absent"] * 3),
+        ([{"answer": None}, {"answer": " "}, {"answer": ""}], "answer", [None, " ", ""]),
+        ([{"answer": [1]}], "answer", [[1]] * 3),
+        ([{"answer": "why"}], "final", ["why"] * 3),
+        ([{"answer": 5}, {"other": 1}], "answer", ["5", None, "5"]),
+        ([{"answer": "why", "final": 5}, {"answer": "why"}], "final", ["5", None, "5"]),
+    ],
+)
+def test_examples_without_answers_are_data_if_nothing_needs_answers(
+    tmp_path: Path, rows: list, column: str, answers: list
+) -> None:
+    """And an answer that is there is a text, as for functions that need one."""
+    rows = [{"question": f"{i}?"} | rows[i % len(rows)] for i in range(20)]
+    file = str(write(tmp_path / "a.jsonl", rows))
+    names = ("question", column)
+    examples = load_examples(file, "", "train", *names, needs_answers=False)
+    assert [e.get("answer", "absent") for e in examples[:3]] == answers
+    assert len({tuple(e) for e in examples}) == 1, "every example has every column"
+    if answers != ["5", None, "5"]:
+        words = f"a.jsonl example 1 has no text in '{column}'"
+        refused(lambda: load_examples(file, "", "train", *names), words)
+
+
 LINES = lines_of(examples_of(3))
 BAD_FILES = [
     ("a.jsonl", LINES + b'{"question": "q", "answer": }\n', "a.jsonl line 4 is not JSON"),
@@ -725,6 +783,61 @@ def test_a_template_without_the_bos_token_that_the_tokenizer_adds_gets_a_note(ca
     tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
     check_chat_format(Config(), ChatFormat(tokenizer, []))
     assert capsys.readouterr().out == ""
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+WITH_OPENING = CHATML + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+BY_HEADERS = (
+    "{% for m in messages %}{{ 'Q: ' if m.role == 'user' else 'A: ' }}{{ m.content }}\n{% endfor %}"
+)
+# [INST] ... [/INST], as of Llama 2 and Mistral.
+INST = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+)
+EMPTY_THOUGHT = WITH_OPENING.replace(
+    "{{ m.content }}", "{{ '<think>\n\n</think>\n\n' if m.role == 'assistant' }}{{ m.content }}"
+)
+HEADERS = [  # a template, and what it writes before an answer that a prompt lacks
+    (CHATML, "<|im_start|>assistant"),
+    (CHATML + "{% if add_generation_prompt %}<|im_start|>{% endif %}", "assistant"),
+    (BY_HEADERS, "A:"),
+    (BY_HEADERS + "{% if add_generation_prompt %}B: {% endif %}", "A:"),
+    (WITH_OPENING, ""),
+    (CHATML + "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}", ""),
+    (
+        BY_HEADERS.replace("\n{%", "\n{{ 'A: ' if m.role == 'user' }}{%").replace(
+            "'A: ' }}", "'' }}"
+        ),
+        "",
+    ),
+    (INST, ""),
+    (EMPTY_THOUGHT, ""),
+    (EMPTY_THOUGHT + "{% if add_generation_prompt %}<think>\n{% endif %}", ""),
+    (WITH_OPENING + "{% if add_generation_prompt %}<think>\n{% endif %}", ""),
+    (WITH_OPENING.replace("{{ m.content }}", "[THINK][/THINK]{{ m.content }}"), ""),
+    ("{% if messages[1:] %}{{ raise_exception('no') }}{% endif %}{{ messages[0].content }}", ""),
+    ("{{ messages[0].content }}", ""),
+]
+
+
+@pytest.mark.parametrize("template, header", HEADERS)
+def test_a_template_whose_prompts_lack_the_header_of_answers_is_refused(
+    template: str, header: str
+) -> None:
+    """The policy would have to sample it, and supervised training would train on it."""
+    tokenizer = hf.load_tokenizer(ROOT / "tiny")
+    tokenizer.chat_template = template
+    chat_format = ChatFormat(tokenizer, [])
+    if not header:
+        check_chat_format(Config(), chat_format)
+        return
+    words = (
+        f"its chat template writes {header!r} before an answer, but not after a prompt; set CHAT"
+    )
+    for loss_type in ("dapo", "sft"):
+        cfg = Config(loss_type=loss_type)
+        refused(lambda cfg=cfg: check_chat_format(cfg, chat_format), "MODEL_PATH (or CHAT", words)
 
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}

@@ -119,6 +119,137 @@ def test_answers_without_a_number_are_refused_where_the_reward_needs_numbers(
     assert note == f"note: {share}: reward_correct leaves them out"
 
 
+# ---- Data and rewards that do not fit together ---------------------------------------------------
+
+FUNCTIONS = """
+def letters(completions, **kwargs):
+    return [1.0 for _ in completions]
+def maybe(completions, answer=None, **kwargs):
+    return [1.0 for _ in completions]
+def compares(completions, answer, **kwargs):
+    return [1.0 for _ in completions]
+class Talk:
+    def reset(self, **columns):
+        pass
+    def reply(self, text):
+        return "Go on."
+    def get_reward(self):
+        return 1.0
+"""
+CHATS = [{"question": [{"role": "user", "content": f"Write about {i}."}]} for i in range(20)]
+TEXTS = [{"question": f"Write about {i}."} for i in range(20)]
+TURNS = {"CHAT_TEMPLATE": str(REPO / "docs" / "qwen3_turns.jinja"), "MAX_TURNS": "2"}
+NEEDS_ANSWERS = [  # examples, settings, whether they need answers
+    (TEXTS, {"REWARD_FN": "{mine}:letters"}, False),
+    (CHATS, {"REWARD_FN": "{mine}:maybe,reward_format,soft_overlong_penalty"}, False),
+    (CHATS, {"REWARD_FN": "{mine}:letters", "ANSWER_COLUMN": "question"}, False),
+    (CHATS, {"ENVIRONMENT_CLASS": "{mine}:Talk", **TURNS}, False),
+    (TEXTS, {"REWARD_FN": "{mine}:letters,{mine}:compares"}, True),
+    (TEXTS, {"REWARD_FN": "{mine}:letters,exact_match", "REWARD_WEIGHTS": "1,0"}, True),
+    (CHATS, {"ENVIRONMENT_CLASS": "{mine}:Talk", "REWARD_FN": "reward_correct", **TURNS}, True),
+    (CHATS, {}, True),
+]
+
+
+def write_lines(file: Path, examples: list) -> str:
+    file.write_text("".join(json.dumps(example) + "\n" for example in examples))
+    return str(file)
+
+
+@pytest.mark.parametrize("examples, env, needs", NEEDS_ANSWERS)
+def test_only_a_reward_that_reads_answers_needs_them(
+    tmp_path: Path, examples: list, env: dict[str, str], needs: bool
+) -> None:
+    mine, dataset = tmp_path / "mine.py", write_lines(tmp_path / "prompts.jsonl", examples)
+    mine.write_text(FUNCTIONS)
+    env = {name: value.format(mine=mine) for name, value in env.items()} | {"DATASET": dataset}
+    if needs:
+        line = (
+            f"{dataset} example 1 has no text in 'answer', but None; write it as text, or set ANS"
+        )
+        assert line in mistake_of(**env)
+    else:
+        [prompt, *_] = set_up(Config.from_env(env)).train_prompts
+        assert "answer" not in prompt.columns
+
+
+def told(capsys: pytest.CaptureFixture[str], words: str, **env: str) -> list[str]:
+    """The lines of a start that contain the words."""
+    capsys.readouterr()
+    set_up(Config.from_env({"EVAL_EVERY_STEPS": "0"} | env))
+    return [line for line in capsys.readouterr().out.splitlines() if words in line]
+
+
+def asked(*messages: tuple[str, str]) -> list[dict]:
+    chat = [{"role": role, "content": text} for role, text in messages]
+    return [
+        {"question": chat[:-1] + [chat[-1] | {"content": f"{i}?"}], "answer": "1"} for i in range(9)
+    ]
+
+
+BRIEF, FORM = ("system", "Be brief."), ("system", "Answer inside <answer> </answer>.")
+TAGS = [  # examples, settings, the functions that are named
+    (asked(("user", "")), {}, "reward_format and tag_count_reward"),
+    (asked(BRIEF, ("user", "")), {"SYSTEM_PROMPT": FORM[1]}, "reward_format and tag_count_reward"),
+    (asked(("user", "")), {"REWARD_FN": "reward_correct,tag_count_reward"}, "tag_count_reward"),
+    (
+        with_answer := [{"question": "1?", "answer": "1"}] * 9,
+        {"SYSTEM_PROMPT": "Be brief."},
+        "reward_",
+    ),
+    (asked(FORM, ("user", "")), {}, ""),
+    (asked(("user", "")), {"SYSTEM_PROMPT": FORM[1]}, ""),
+    (asked(("user", "2?"), ("assistant", "<answer>2</answer>"), ("user", "")), {}, ""),
+    (asked(("user", "")), {"REWARD_FN": "reward_correct"}, ""),
+    (asked(("user", "")), {"REWARD_WEIGHTS": "1,0,0"}, ""),
+    (with_answer, {}, ""),
+]
+
+
+@pytest.mark.parametrize("examples, env, names", TAGS)
+def test_prompts_that_do_not_ask_for_the_tags_that_are_rewarded_get_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], examples: list, env: dict, names: str
+) -> None:
+    dataset = write_lines(tmp_path / "sums.jsonl", examples)
+    lines = told(capsys, "do not ask for the tags", DATASET=dataset, **env)
+    expected = f"note: 8 of 8 train prompts do not ask for the tags that {names}"
+    assert [line.startswith(expected) for line in lines] == [True] * bool(names)
+
+
+REPEATS = [  # train, test, settings, how many test questions are also in train
+    (TEXTS, TEXTS[:8], {}, 8),
+    (CHATS, [*CHATS[4:6], {"question": [{"role": "user", "content": "Another."}]}], {}, 2),
+    ([{"question": "1?", "answer": "2"}], [{"question": "1?", "answer": "1"}], {}, 1),
+    (TEXTS[:10], TEXTS[10:], {}, 0),
+    ([{"question": "a"}], [{"question": "b"}] * 3, {}, 0),  # repeats of each other
+    (TEXTS, TEXTS, {"EVAL_EVERY_STEPS": "0"}, 0),  # test is not read
+    (TEXTS, TEXTS, {"STEPS": "0"}, 0),  # train is not read
+    ([{"question": "Play.", "seed": 1}], [{"question": "Play.", "seed": 2}], "plays", 0),
+    ([{"question": "Play.", "seed": 1}], [{"question": "Play.", "seed": 1}], "plays", 1),
+]
+
+
+@pytest.mark.parametrize("train, test, env, count", REPEATS)
+def test_held_out_questions_of_a_folder_that_are_also_trained_on_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], train, test, env, count
+) -> None:
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    if env == "plays":
+        env = {"ENVIRONMENT_CLASS": f"{tmp_path}/mine.py:Talk", **TURNS}
+    for split, examples in (("train", train), ("test", test)):
+        write_lines(tmp_path / f"{split}.jsonl", [{"answer": "1"} | e for e in examples])
+    env = {"DATASET": str(tmp_path), "EVAL_EVERY_STEPS": "1"} | env
+    lines = told(capsys, "also in the training split", **env)
+    share = (
+        f"{count} of {len(test)} held-out questions of {tmp_path} are also in the training split"
+    )
+    assert [line.startswith(share) for line in lines] == [True] * bool(count)
+
+
+def test_the_questions_of_the_demo_are_not_trained_on_and_have_no_line_about_it(capsys) -> None:
+    assert told(capsys, "held-out", EVAL_EVERY_STEPS="1") == []
+
+
 # ---- Errors of libraries, and of our own code ----------------------------------------------------
 
 

@@ -343,6 +343,63 @@ def test_an_example_that_cannot_be_learnt_is_one_line_with_its_place(
     refused(lambda: learnt(question, completion, template=template), line)
 
 
+# Qwen3's template writes an empty thought in the last turn of an example without thoughts.
+LAST_THOUGHT = THINKING.replace(
+    "{% else %}{{ m['content'] }}",
+    "{% elif m['role'] == 'assistant' and '<think>' not in m['content'] %}"
+    "<think>\n\n</think>\n\n{{ m['content'] }}{% else %}{{ m['content'] }}",
+)
+AT_END = (
+    f"{OTHERWISE} it as {{}} at the end and {{}} before further messages; give each example one"
+)
+IN_PROMPT = (
+    f"{OTHERWISE} it as {{}} in a prompt and {{}} in a conversation; change CHAT_TEMPLATE_KW"
+)
+OFF = {"enable_thinking": False}
+REASONS = [  # a conversation, a template, its arguments, the line
+    (chat(PENS, "3", MORE, "7"), LAST_THOUGHT, {}, AT_END, r"'<think>\n\n</think>\n\n3<|im_end|>'"),
+    (
+        chat(PENS, "3", MORE, "7"),
+        LAST_THOUGHT,
+        OFF,
+        AT_END,
+        r"'<think>\n\n</think>\n\n3<|im_end|>'",
+    ),
+    (chat(PENS, LONG, MORE, SHORT), THINKING, {}, AT_END, r"'<think>\n3+4\n</think>\n\n<answer>7<"),
+    (chat(PENS, LONG), THINKING, OFF, IN_PROMPT, r"'\n</think>\n\n'"),
+    (
+        chat(PENS, "3"),
+        MARKED.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}"),
+        {},
+        IN_PROMPT,
+        "'<think>'",
+    ),
+]
+
+
+@pytest.mark.parametrize("question, template, kwargs, line, first", REASONS)
+def test_a_turn_that_a_template_writes_in_two_ways_is_refused_with_both(
+    question: list, template: str, kwargs: dict, line: str, first: str
+) -> None:
+    beginning = line.partition("{}")[0] + first
+    end = line.rpartition("{}")[2]
+    refused(lambda: learnt(question, template=template, **kwargs), beginning, end)
+
+
+def test_a_template_that_leaves_out_calls_of_tools_is_the_reason_and_not_an_example(
+    tmp_path: Path,
+) -> None:
+    template = tmp_path / "chat.jinja"
+    file = tmp_path / "calls.jsonl"
+    file.write_text(f"{json.dumps({'messages': CALLED})}\n" * 20)
+    template.write_text(PLAIN.replace("f()", ""))
+    data = {"DATASET": str(file), "COMPLETION_COLUMN": "", "CHAT_TEMPLATE": str(template)}
+    line = "in the train split the chat template leaves out assistant.tool_calls; set CHAT_TEMPLATE"
+    refused(lambda: run_of(**data), line)
+    template.write_text(PLAIN.replace("f()", "{{ m['tool_calls'][0]['function']['name'] }}()"))
+    assert len(run_of(**data).train_prompts) == 18
+
+
 def settings(text: str = "", **env: str) -> tuple[Config, list[str]]:
     """The settings of train_sft.py and the lines that it prints about them."""
     data = {"MODEL_PATH": f"{REPO}/tiny", "DATASET": str(few_examples()), "STEPS": "3"}

@@ -126,6 +126,23 @@ def test_ask_prints_the_greedy_answer_its_rewards_and_what_stdout_does_not_know_
     assert done.lines.endswith(f"\n\\u20ac {APPLES}\n\n{answer}\n\n{rewards}\n")
 
 
+@pytest.mark.parametrize("argument", ["level", "answer, hints", "question, columns_of_mine"])
+def test_ask_shows_the_answer_also_if_a_reward_needs_a_column_that_it_does_not_have(
+    tmp_path: Path, argument: str
+) -> None:
+    (tmp_path / "mine.py").write_text(f"def by(completions, {argument}, **columns): return [1.0]\n")
+    functions = f"{tmp_path}/mine.py:by,reward_correct"
+    more = {"REWARD_FN": functions, "REWARD_WEIGHTS": "", "OUTPUT_DIR": ""}
+    done = run_as_user(tmp_path / "nothing", "--ask", APPLES, "--answer", "28", **more)
+    assert (done.code, done.errors) == (0, "")
+    shown, _, rewards = done.lines.partition(f"\n{APPLES}\n\n{GREEDY}\n\n")
+    missing = argument.rpartition(" ")[2]
+    reason = f"by is not known: REWARD_FN {tmp_path}/mine.py:by raised TypeError: "
+    first, second = rewards.splitlines()
+    assert shown and first.startswith(reason) and f"'{missing}'" in first
+    assert second == "reward_correct 1"
+
+
 def test_ask_takes_a_list_of_messages_whose_system_message_replaces_the_default_one(
     tmp_path: Path,
 ) -> None:

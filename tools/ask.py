@@ -6,6 +6,7 @@ Without OUTPUT_DIR or with RESUME=never they are those of MODEL_PATH.
 
 import argparse
 import contextlib
+import functools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from infra.mistakes import Unwritable, UserMistake, exit_with_mistakes
 from infra.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES
 from metrics import dialogues_of
 from model.params import Params, abstract_params, combine_params, trainable_params
+from rewards import RewardFunction, Rewards
 from startup import Run, first_params, make_backend, open_log, open_reviewer, read_base, set_up
 
 # Settings of both commands: they train nothing and export nothing.
@@ -100,18 +102,36 @@ def evaluate_weights(cfg: Config) -> None:
 
 def ask(cfg: Config, example: dict[str, Any]) -> tuple[str, list[str]]:
     """The greedy completion of a question and, if the example has an answer, a line with the reward
-    of each function. Raises UserMistake."""
+    of each function, or why it has none: it may need another column. Raises UserMistake."""
     run = set_up(replace(cfg, **ONE_QUESTION), example)
-    if "answer" not in example:
-        run = replace(run, rollout=replace(run.rollout, functions=[], reward_weights=()))
+    mistakes: dict[str, str] = {}
+    functions = [noting_mistake(function, mistakes) for function in run.rollout.functions]
+    functions = functions if "answer" in example else []
+    weights = run.rollout.reward_weights[: len(functions)]
+    run = replace(run, rollout=replace(run.rollout, functions=functions, reward_weights=weights))
     with contextlib.closing(make_backend(run)) as backend:
         params, step = load_weights(run)
         backend.update_weights(params)
         key, clock = jax.random.key(cfg.seed), Clock(EVAL_PHASES)
         answered = answer_questions(run, backend, run.eval_prompts, key, clock, step)
     [text] = dialogues_of(run.rollout, answered)
-    rewards = zip(run.rollout.functions, answered.function_rewards[0], strict=True)
-    return text, [f"{function.__name__} {reward:g}" for function, reward in rewards]
+    names = [function.__name__ for function in functions]
+    rewards = zip(names, answered.function_rewards[0], strict=True)
+    return text, [f"{name} {mistakes.get(name, format(reward, 'g'))}" for name, reward in rewards]
+
+
+def noting_mistake(function: RewardFunction, mistakes: dict[str, str]) -> RewardFunction:
+    """The function, which gives None instead of raising UserMistake, and notes it by its name."""
+
+    @functools.wraps(function)
+    def rewards(completions: list[str], /, **columns: list) -> Rewards:
+        try:
+            return function(completions, **columns)
+        except UserMistake as error:
+            mistakes[function.__name__] = f"is not known: {error}"
+            return [None] * len(completions)
+
+    return rewards
 
 
 def read_asked(text: str) -> dict[str, Any]:

@@ -551,6 +551,8 @@ def load(
     """
     args = parse_command_line(argv)
     try:
+        if not (sys.stdout and sys.stderr):
+            raise UserMistake("stdout or stderr is closed; redirect it to a file or to /dev/null")
         dotenv = {}
         if env is None:
             # `.env` is added to the environment, because W&B and the hub read their keys there.

@@ -578,6 +578,7 @@ def with_teacher(run: Run) -> Run:
     S, longest = rollout.max_prompt_width - 1, max(len(prompt.ids) for prompt in run.train_prompts)
     student = run.folder, run.learner.compute.model.vocab_size
     folder, compute = open_teacher(cfg).read_teacher(cfg, *student, sizes, S, longest)
+    hf.raise_if_overwriting(cfg.export_hf, cfg.output_dir, folder, "TEACHER_PATH")
     teacher = make_learner(cfg, sizes, compute, S, rollout.stopping.pad_id)
     return dataclasses.replace(run, teacher=teacher, teacher_folder=folder)
 
@@ -757,9 +758,6 @@ def export(run: Run, out: Path, params: Params) -> None:
 
 if __name__ == "__main__":
     with hosts.exiting_on_error():
-        try:
-            cfg, *_ = config.load([])
-            hosts.start_jax(cfg.jax_compilation_cache_dir, cfg.init_timeout_s)
-        except UserMistake as error:
-            exit_with_mistakes(error)
+        cfg, *_ = config.load([])
+        hosts.start_jax(cfg.jax_compilation_cache_dir, cfg.init_timeout_s)
         print("versions", *(f"{name}={x}" for name, x in hosts.package_versions().items()))

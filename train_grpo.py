@@ -36,7 +36,8 @@ from config import Config, load
 
 if __name__ == "__main__":
     # Python's handler of Ctrl-C would print a traceback of the imports, or be lost in one of them.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     # This ends the program for --print-config and for mistakes.
     CFG, FLAGS, LINES = load(sys.argv[1:])
 
@@ -49,7 +50,7 @@ from evaluation import evaluate
 from infra.chips import exit_on_oom
 from infra.hosts import exiting_on_error
 from infra.log import Clock
-from infra.mistakes import UserMistake, exit_with_mistakes, import_side_file
+from infra.mistakes import UserMistake, import_side_file
 from loss import group_advantages, top_entropy_mask
 from metrics import (
     PHASES,
@@ -253,7 +254,7 @@ def update_policy(
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")  # it may lack a model's characters
-    try:
+    with exiting_on_error(), exit_on_oom(CFG):
         if CFG.loss_type == "sft":
             remedy = "for GRPO after it set MODEL_PATH to its export, and another OUTPUT_DIR"
             raise UserMistake(f"LOSS_TYPE=sft needs train_sft.py; {remedy}")
@@ -261,10 +262,7 @@ if __name__ == "__main__":
             import_side_file("tools.plan", "--plan").plan_and_exit(CFG, FLAGS)
         if answers := FLAGS.eval_only or FLAGS.ask:
             ask = import_side_file("tools.ask", "--eval-only" if FLAGS.eval_only else "--ask")
-    except UserMistake as error:
-        exit_with_mistakes(error)
-    print(*LINES, sep="\n", flush=True)
-    with exiting_on_error(), exit_on_oom(CFG):
+        print(*LINES, sep="\n", flush=True)
         if answers:
             ask.answer_command(CFG, FLAGS)
         else:

@@ -56,7 +56,8 @@ def customize_settings(settings: dict[str, Any], layers: dict[str, str]) -> list
 
 if __name__ == "__main__":
     # Python's handler of Ctrl-C would print a traceback of the imports, or be lost in one of them.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     # This ends the program for --print-config and for mistakes.
     CFG, FLAGS, LINES = load(sys.argv[1:], customize=customize_settings)
 
@@ -72,7 +73,7 @@ from evaluation import evaluate
 from infra.chips import exit_on_oom, memory_peaks
 from infra.hosts import exiting_on_error
 from infra.log import Clock, RunLog
-from infra.mistakes import UserMistake, exit_with_mistakes, import_side_file
+from infra.mistakes import UserMistake, import_side_file
 from metrics import escape_control_characters, nonfinite_metric, shorten
 from model.params import Params, combine_params
 from optimizer import learning_rate
@@ -194,14 +195,11 @@ def log_sft_step(
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")  # it may lack a model's characters
-    try:
+    with exiting_on_error(), exit_on_oom(CFG):
         if FLAGS.plan:
             import_side_file("tools.plan", "--plan").plan_and_exit(CFG, FLAGS)
         if FLAGS.eval_only or FLAGS.ask:
             remedy = "set MODEL_PATH to the export for it, and choose another OUTPUT_DIR"
             raise UserMistake(f"--ask and --eval-only belong to train_grpo.py; {remedy}")
-    except UserMistake as error:
-        exit_with_mistakes(error)
-    print(*LINES, sep="\n", flush=True)
-    with exiting_on_error(), exit_on_oom(CFG):
+        print(*LINES, sep="\n", flush=True)
         main(CFG)

@@ -9,13 +9,14 @@ itself. A checkpoint that is incomplete, or does not match its checksums, is nev
 
 import errno
 import functools
+import glob
 import hashlib
 import json
 import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,11 +25,12 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
+from etils.epath.gpath import PosixGPath
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, CustomSteps, LatestN
 
 from infra.chips import attribute_oom_to
 from infra.hosts import end_process, exiting_on_error, gather_texts, is_lost_connection
-from infra.mistakes import Unwritable, UserMistake, in_one_line, writing
+from infra.mistakes import Unwritable, UserMistake, in_one_line
 
 RECORD, ARRAYS = "record", "arrays"  # the items of a checkpoint, folders in its folder
 FORMAT = 3  # of the record; other versions of this code may write other ones
@@ -55,11 +57,18 @@ class Progress:
 # ---- The checkpoints in a folder -----------------------------------------------------------------
 
 
+class LiteralPath(PosixGPath):
+    """A path that may have brackets and stars in its name. With other paths orbax finds the parts
+    of an array by a pattern that begins with the path, in which these characters would match."""
+
+    def glob(self, pattern: str) -> Iterator["LiteralPath"]:
+        return map(LiteralPath, epath.Path(glob.escape(os.fspath(self))).glob(pattern))
+
+
 class Checkpoints:
     """The checkpoints in one folder, which all processes must see. The first save makes the folder.
 
     newest: the step of the newest checkpoint that this run has saved or restored; -1: none.
-    marker: process 0 makes this file when a checkpoint is complete; None: no file.
     shared: False if the processes turn out not to see the same folder, which then counts as empty.
     """
 
@@ -87,7 +96,6 @@ class Checkpoints:
         self._damaged: list[int] = []
         self._saving = -1  # the step whose checkpoint is being saved
         self.newest, self.shared = -1, True
-        self.marker: Path | None = None
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints that look complete, in order."""
@@ -114,13 +122,16 @@ class Checkpoints:
                 create_directories_asynchronously=False,  # its failure would be reported late
             ),
         )
-        return ocp.CheckpointManager(self.folder, options=options)
+        return ocp.CheckpointManager(LiteralPath(self.folder), options=options)
 
     # ---- Saving ----------------------------------------------------------------------------------
 
     def save(self, arrays: Any, progress: Progress) -> None:
         """Begins to save the arrays, which may change as soon as this returns. It saves nothing if
-        the step has a checkpoint, or if the processes see no common folder. Raises Unwritable."""
+        the step has a checkpoint, or if the processes see no common folder. Raises Unwritable.
+
+        The first checkpoint is complete when this returns, and was opened again.
+        """
         step = progress.step
         if not self.shared or step in (self.newest, self._saving):
             return
@@ -137,6 +148,9 @@ class Checkpoints:
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
         except Exception as error:  # the storage's errors have no common base
             self._raise_unwritable(error)
+        if self.newest < 0:
+            self.wait_until_saved()
+            self._raise_if_unreadable(arrays)
 
     def raise_if_save_failed(self) -> None:
         """Raises Unwritable if the save in the background has failed; it does not wait for it."""
@@ -152,9 +166,21 @@ class Checkpoints:
         except Exception as error:
             self._raise_unwritable(error)
         self.newest, self._saving = self._saving, -1
-        if self.marker and jax.process_index() == 0:
-            with writing(self.marker):
-                self.marker.touch()
+
+    def _raise_if_unreadable(self, arrays: Any) -> None:
+        """Reads the record of the newest checkpoint and its smallest array, since the devices may
+        have no memory for others. Raises Unwritable."""
+        chosen = min(jax.tree.leaves(arrays), key=lambda x: (x.ndim == 0, x.nbytes))
+        kept = jax.ShapeDtypeStruct(chosen.shape, chosen.dtype, sharding=chosen.sharding)
+        wanted = jax.tree.map(lambda x: kept if x is chosen else ocp.PLACEHOLDER, arrays)
+        _, failure = _read_on_all(
+            lambda: (self._read_record(self.newest), self._read_arrays(self.newest, wanted))
+        )
+        if failure:
+            raise Unwritable(
+                f"checkpoint of step {self.newest} was saved, but {self.folder} cannot be read: "
+                f"{failure}; set CHECKPOINT_DIR to another folder"
+            )
 
     def _raise_unwritable(self, error: Exception) -> NoReturn:
         if is_lost_connection(error):

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -26,7 +27,7 @@ from jax.extend.backend import register_backend_factory
 from infra.chips import MEM_FRACTION, OUR_MEM_FRACTION
 from infra.mistakes import Unwritable, UserMistake
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SILENCE_S = 30  # a process that is silent for so many seconds counts as dead
 # The number of processes, as jax, MaxText, MPIs, torchrun, Horovod and SkyPilot call it.
 COUNTS = """JAX_NUM_PROCESSES JAX_PROCESS_COUNT NNODES OMPI_COMM_WORLD_SIZE PMI_SIZE
@@ -41,7 +42,7 @@ def start_jax(compilation_cache_dir: str, init_timeout_s: int) -> None:
     It has to come before anything touches a device. compilation_cache_dir: "" means .jax_cache.
     Raises UserMistake if there is no device of the kind that JAX_PLATFORMS names.
     """
-    for number in STOP_SIGNALS:
+    for number in heeded_signals():
         signal.signal(number, signal.SIG_DFL)  # it ends the process at once, see StopSignal
     os.environ.setdefault(MEM_FRACTION, OUR_MEM_FRACTION)  # only GPUs read it, and only once
     cache = os.path.abspath(compilation_cache_dir or ".jax_cache")
@@ -278,9 +279,16 @@ class StopRequested(Exception):
         self.exit_code = 128 + number
 
 
+def heeded_signals() -> list[signal.Signals]:
+    """STOP_SIGNALS without those that the process was started to ignore: nohup and the background
+    of a script do so."""
+    ignored = [x for x in STOP_SIGNALS[1:] if signal.getsignal(x) == signal.SIG_IGN]
+    return [x for x in STOP_SIGNALS if x not in ignored]
+
+
 class StopSignal:
-    """SIGTERM and SIGINT end the process at once, until `watch` is called on the main thread; from
-    then on they stop the run at its next `raise_if_stopped`."""
+    """STOP_SIGNALS end the process at once, until `watch` is called on the main thread; from then
+    on they stop the run at its next `raise_if_stopped`."""
 
     _number = 0  # of the signal that has arrived
 
@@ -293,13 +301,17 @@ class StopSignal:
         pipe, wakeup = os.pipe()
         os.set_blocking(wakeup, False)
         signal.set_wakeup_fd(wakeup)  # gets a byte with the number of each signal
-        for number in STOP_SIGNALS:
+        for number in heeded_signals():
             signal.signal(number, lambda *_: None)
         threading.Thread(target=self._wait, args=[pipe, grace_s], daemon=True).start()
 
     def _wait(self, pipe: int, grace_s: int) -> None:
         self._number = _next_signal(pipe)
         arrived, code = time.monotonic(), 128 + self._number
+        if self._number == signal.SIGHUP:  # the terminal is gone: writing to it would end the run
+            for stream in (1, 2):
+                if stat.S_ISCHR(os.fstat(stream).st_mode):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         message = f"error: PREEMPTION_GRACE_S={grace_s} seconds are over; nothing more is saved"
         end_after(max(1, grace_s - 1), code, message)
         name = signal.Signals(self._number).name
@@ -329,7 +341,8 @@ def _next_signal(pipe: int) -> int:
 
 @contextlib.contextmanager
 def exiting_on_error() -> Iterator[None]:
-    """An error within this context ends this process at once, with its line as the last one.
+    """An error within this context ends this process at once, with its line as the last one. A
+    UserMistake, and a log that cannot be written, end it with exit code 2.
 
     jax's normal exit would wait for minutes for the other processes, which wait for this one.
     """
@@ -340,6 +353,13 @@ def exiting_on_error() -> Iterator[None]:
             if isinstance(error.code, int):
                 end_process(error.code)
             end_process(1, error.code or "")
+        if isinstance(error, UserMistake):
+            end_process(2, "\n".join(f"error: {line}" for line in str(error).splitlines()))
+        if isinstance(error, OSError):
+            try:
+                print(flush=True)
+            except OSError as failure:
+                end_process(2, f"error: the log cannot be written: {failure.strerror}")
         if is_lost_connection(error):
             reason = " ".join(str(error).split())[:200]
             end_process(1, f"error: another process is gone; its log says why ({reason})")

@@ -17,8 +17,8 @@ import jax
 from infra.checkpoint import Checkpoints, Progress
 from infra.hosts import StopRequested, raising_on_all_processes
 from infra.log import DONE, FAILED, RUNNING, STOPPED, RunLog
-from infra.mistakes import Unwritable, UserMistake, exit_with_mistakes, in_one_line, writing
-from infra.resume import SAVED, write_run
+from infra.mistakes import Unwritable, UserMistake, exit_with_mistakes, in_one_line
+from infra.resume import write_run
 
 if TYPE_CHECKING:
     from config import Config
@@ -75,8 +75,10 @@ class Lifecycle:
         progress = self.progress
         if progress.accuracy is not None and progress.accuracy > progress.best_accuracy:
             progress.best_step, progress.best_accuracy = progress.step, progress.accuracy
-        progress.lengths = self.log.file_lengths()
+        progress.lengths, had_saved = self.log.file_lengths(), self.checkpoints.newest >= 0
         self.checkpoints.save(arrays, progress)
+        if self.checkpoints.newest >= 0 and not had_saved:
+            write_run(self.out, progress, has_saved=True)
 
     def finish_step(self, rounds: int, not_finite: str) -> None:
         """Counts a step; ends the run if NONFINITE_LIMIT steps in a row were not finite.
@@ -147,9 +149,8 @@ class Lifecycle:
         self.checkpoints.wait_until_saved()
         if self.cfg.steps:
             export()
-            if jax.process_index() == 0:
-                with writing(self.out):  # without a checkpoint, too, the run is not begun again
-                    (self.out / SAVED).touch()
+            # Without a checkpoint, too, the run is not begun again.
+            write_run(self.out, self.progress, has_saved=True)
         verdict = self.close(DONE)
         seconds = time.perf_counter() - self.began
         for line in (*verdict, f"DONE: steps={self.cfg.steps} elapsed_sec={seconds:.3f}"):

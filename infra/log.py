@@ -170,10 +170,14 @@ def raise_if_not_writable(name: str, folder: Path) -> None:
 
 
 def replace_file(file: Path, text: str) -> None:
-    """Replaces a file at once, so that nobody reads a part of it. Half a character, which JSON and
-    the bytes of a shell can hold, is written as its number. Raises OSError."""
+    """Replaces a file at once, so that nobody reads a part of it, also after a loss of power. Half
+    a character, which JSON and the bytes of a shell can hold, is written as its number. Raises
+    OSError."""
     partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(text, "utf-8", "backslashreplace")
+    with partial.open("w", encoding="utf-8", errors="backslashreplace") as lines:
+        lines.write(text)
+        lines.flush()
+        os.fsync(lines.fileno())
     partial.replace(file)
 
 

@@ -6,6 +6,7 @@ begins a fork: a run with an id and records of its own, which saves a checkpoint
 record and needs the other run no more.
 """
 
+import contextlib
 import json
 import os
 import platform
@@ -25,6 +26,7 @@ from infra.log import FILES, LOCK, replace_file
 from infra.mistakes import UserMistake, writing
 
 RUN = "run.json"  # in OUTPUT_DIR; see write_run
+RUN_VALUES = ("run_id", "forked_from", "made_with")
 SAVED = ".saved"  # in OUTPUT_DIR: a checkpoint of the run was complete once, or the run was done
 
 # ---- The folders of a run ------------------------------------------------------------------------
@@ -54,7 +56,6 @@ def open_checkpoints(
         folder = Path(checkpoints.folder)
         if checkpoints.local and jax.process_index() == 0 and folder != out.resolve():
             lock_folder(folder, f"CHECKPOINT_DIR={folder}")
-    checkpoints.marker = out / SAVED
     if not checkpoints.local:
         return checkpoints
     lock = folder / LOCK
@@ -79,7 +80,11 @@ def lock_folder(folder: Path, name: str) -> None:
 
     with writing(name, UserMistake):
         folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)  # not inherited by children
+        path = folder / LOCK
+        if path.is_symlink() or (path.exists() and path.stat().st_nlink > 1):
+            raise UserMistake(f"{name}: {path} is a link to another file; delete it")
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        lock = os.open(path, flags, 0o666)  # not inherited by children
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -96,9 +101,9 @@ def lock_folder(folder: Path, name: str) -> None:
 
 
 def write_run(out: Path, progress: Progress, has_saved: bool) -> None:
-    """Writes RUN, on process 0: which run it is; and SAVED, or removes that of a run before it.
-    Raises Unwritable."""
-    values = {name: getattr(progress, name) for name in ("run_id", "forked_from", "made_with")}
+    """Writes RUN, on process 0: which run it is, and `has_saved`, in case that a copy of the folder
+    lacks hidden files; and SAVED, or removes that of a run before it. Raises Unwritable."""
+    values = {name: getattr(progress, name) for name in RUN_VALUES} | {"has_saved": has_saved}
     if jax.process_index() == 0:
         with writing(out):
             if has_saved:
@@ -109,9 +114,10 @@ def write_run(out: Path, progress: Progress, has_saved: bool) -> None:
 
 
 def read_run(out: Path) -> dict[str, Any]:
-    """The values of RUN in this folder, and as "has_saved" whether the folder has SAVED, on all
-    processes; {} if there are no records. Raises UserMistake if there are records and no RUN."""
-    text, has_saved = "{}", False
+    """The values of RUN in this folder, on all processes; "has_saved" is also true if the folder
+    has SAVED. {} if there are no records. Raises UserMistake if there are records and no RUN, or
+    one that is damaged."""
+    values: Any = {}
     with raising_on_all_processes():
         files = [out / name for name in FILES if (out / name).is_file()]
         if jax.process_index() == 0 and any(file.stat().st_size for file in files):
@@ -120,10 +126,15 @@ def read_run(out: Path) -> dict[str, Any]:
                     f"OUTPUT_DIR={out} has records, such as {files[0].name}, but no {RUN}, which "
                     f"says which run wrote them; choose another folder"
                 )
-            text, has_saved = (out / RUN).read_text(encoding="utf-8"), (out / SAVED).exists()
-    text, has_saved = json.loads(gather_texts(json.dumps([text, has_saved]))[0])
-    values = json.loads(text)
-    return values | {"has_saved": has_saved} if values else {}
+            with contextlib.suppress(ValueError):  # of JSON and of UTF-8
+                values = json.loads((out / RUN).read_text(encoding="utf-8"))
+            if not isinstance(values, dict) or not values.keys() >= {*RUN_VALUES}:
+                raise UserMistake(
+                    f"OUTPUT_DIR={out}: its {RUN} is damaged, as after a loss of power; choose a "
+                    f"new OUTPUT_DIR, with RESUME={out} if there are checkpoints"
+                )
+            values["has_saved"] = values.get("has_saved", False) or (out / SAVED).exists()
+    return json.loads(gather_texts(json.dumps(values))[0])
 
 
 # ---- How a run begins ----------------------------------------------------------------------------
@@ -177,6 +188,8 @@ def begin_or_resume(
             refuse(f"no checkpoint of it is in {checkpoints.folder} (CHECKPOINT_DIR)")
         if changes := describe_changes(run_json, made_with, f"the run in {out}"):
             raise UserMistake(f"{changes}; set it back, or choose a new OUTPUT_DIR")
+        reason = "has records and no checkpoint: the run begins again, and replaces them"
+        print(f"note: {folder} {reason}", flush=True)
         resume = run_json["forked_from"] or "auto"  # this checkpoint, not a newer one
     source, step = (checkpoints, None) if saved_steps else find_checkpoints(resume)
     run_id = run_json.get("run_id") or secrets.token_hex(4)

@@ -1,5 +1,6 @@
 """Reads and writes Hugging Face folders: config.json, weights and tokenizer."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -51,6 +52,9 @@ EXPORTED = "exported_from.json"  # marks an exported model, which a later export
 # vision tower and of Qwen3.5's multi-token prediction (MTP).
 OF_TEXT, MTP = re.compile(r"^(base_model\.model\.)?(model\.)?language_model\."), "mtp."
 NOT_READ = ("vision_tower.", "multi_modal_projector.", "model.visual.", MTP)
+# Keys of config.json about tensors and code that an export leaves out: of MTP (some models call it
+# nextn), and of Python files.
+LEFT_OUT = re.compile("mtp|nextn|auto_map")
 # model_type of a model that also sees images -> the architecture of its text part
 TEXT_PARTS = {"gemma3": "Gemma3ForCausalLM", "qwen3_5": "Qwen3_5ForCausalLM"}
 LIKE_LLAMA = ("qwen2", "qwen3", "llama", "mistral", "smollm3", "granite")  # values of model_type
@@ -410,24 +414,30 @@ def save_model(
     if chat_template:
         (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
     elif (source / TEMPLATES).is_dir():
-        shutil.copytree(source / TEMPLATES, folder / TEMPLATES)
+        (folder / TEMPLATES).mkdir()
+        for path in (source / TEMPLATES).iterdir():  # copytree would also copy the permissions
+            shutil.copyfile(path, folder / TEMPLATES / path.name)
     generation = source / "generation_config.json"
     values = read_json(generation) if generation.is_file() else {}
     values["eos_token_id"] = [*stop_ids]  # a base model may only name the end of a text
     (folder / generation.name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     values = _of_text(read_json(source / "config.json"))
-    values["torch_dtype" if "torch_dtype" in values else "dtype"] = dtype.name
+    values = {key: value for key, value in values.items() if not LEFT_OUT.search(key)}
+    values |= {"dtype": dtype.name, "torch_dtype": dtype.name}  # transformers 5 and earlier ones
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def raise_if_overwriting(export_hf: str, output_dir: str, model_folder: Path) -> None:
-    """Raises UserMistake if the export would overwrite a model that no run has exported."""
+def raise_if_overwriting(
+    export_hf: str, output_dir: str, model_folder: Path, setting: str = "MODEL_PATH"
+) -> None:
+    """Raises UserMistake if the export would overwrite the model that the setting names, or a model
+    that no run has exported."""
     if export_hf == "none" or not (export_hf or output_dir):
         return
     folder = Path(export_hf or f"{output_dir}/hf")
     name = f"EXPORT_HF={folder}" if export_hf else f"OUTPUT_DIR={output_dir}: its hf"
     if folder.resolve() == model_folder.resolve():
-        raise UserMistake(f"{name} is MODEL_PATH; the model would be overwritten")
+        raise UserMistake(f"{name} is {setting}; the model would be overwritten")
     has_model = any(folder.glob("*.safetensors")) or any((folder / x).exists() for x in MARKERS)
     if has_model and not (folder / EXPORTED).exists():
         raise UserMistake(f"{name} holds a model that no run has exported; choose another folder")
@@ -453,7 +463,8 @@ def save_tensors(tensors: dict[str, np.ndarray], file: Path) -> None:
         raise OSError(f"{file.name}: {error}") from None
     umask = os.umask(0)  # the only way to read it is to set it
     os.umask(umask)
-    file.chmod(0o666 & ~umask)  # safetensors makes files that only their owner can read
+    with contextlib.suppress(OSError):  # mounts of buckets and of other systems refuse it
+        file.chmod(0o666 & ~umask)  # safetensors makes files that only their owner can read
 
 
 def _tensor_shapes(table: Params) -> dict[str, list[int]]:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from runs import REPO
@@ -127,6 +128,40 @@ def test_the_newest_checkpoints_and_the_best_one_stay(tmp_path: Path) -> None:
     assert saved(tmp_path / "c", 6, keep=2, best=(-1, 2, 2, 2, 2, 2)).steps() == [2, 5, 6]
     assert saved(tmp_path / "d", 4, keep=1, best=(1, 1, 3, 3)).steps() == [3, 4]
     assert saved(tmp_path / "e", 4, keep=1).steps() == [4]
+
+
+@pytest.mark.parametrize(
+    "name", ["[v2]", "x[1]y", "[!a]", "][", "a**b", "a*?", "{a,b}", "50% #1", "é\n"]
+)
+def test_the_name_of_a_folder_may_have_any_character(tmp_path: Path, name: str) -> None:
+    """A folder beside it, which the name would match as a pattern, changes nothing."""
+    for beside in ("v", "x1y", "azb"):
+        saved(tmp_path / beside / "c", 2)
+    saved(tmp_path / name / "c", 1)
+    step, arrays, said = restored(tmp_path / name / "c")
+    assert (step, said) == (1, [])
+    assert_equal(arrays, arrays_of(1))
+
+
+@pytest.mark.parametrize("lost", ["1/arrays/manifest.ocdbt", "1/record/metadata", "1"])
+def test_a_store_that_does_not_keep_the_first_checkpoint_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    wait = ocp.CheckpointManager.wait_until_finished
+
+    def wait_and_lose(manager: ocp.CheckpointManager) -> None:
+        wait(manager)
+        path = tmp_path / "c" / lost
+        if path.is_dir():
+            shutil.rmtree(path)
+        path.unlink(missing_ok=True)
+
+    monkeypatch.setattr(ocp.CheckpointManager, "wait_until_finished", wait_and_lose)
+    with pytest.raises(Unwritable) as error:
+        Checkpoints(f"{tmp_path}/c").save(arrays_of(1), progress_after(1))
+    line = str(error.value)
+    assert line.startswith(f"checkpoint of step 1 was saved, but {tmp_path}/c cannot be read: ")
+    assert line.endswith("; set CHECKPOINT_DIR to another folder") and "\n" not in line
 
 
 @pytest.mark.parametrize("kind", ["truncated", "deleted", "flipped"])

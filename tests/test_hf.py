@@ -1,8 +1,10 @@
 """Claims about hf.py: folders of every family are read and written exactly, and a model that is not
 supported or damaged gets a clear line."""
 
+import errno
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -518,10 +520,53 @@ def test_an_export_has_every_tensor_of_its_source_in_any_dtype_and_on_any_mesh(
         assert (tensor == before[name].astype(np.float32).astype(tensor.dtype)).all(), name
     index = json.loads((target / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == after.keys() and len(set(index["weight_map"].values())) > 1
-    assert json.loads((target / "config.json").read_text()) == FAMILIES[family] | {"dtype": dtype}
+    names = {"dtype": dtype, "torch_dtype": dtype}
+    assert json.loads((target / "config.json").read_text()) == FAMILIES[family] | names
     generation = json.loads((target / "generation_config.json").read_text())
     assert generation == {"eos_token_id": [1, 2], "temperature": 0.6}, "it stops as the policy did"
     assert len({file.stat().st_mode for file in target.iterdir()}) == 1, "all can be read alike"
+
+
+MTP = {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+CODE = {"auto_map": {"AutoModelForCausalLM": "modeling_mine.Mine"}}
+
+
+@pytest.mark.parametrize(
+    "family, told",
+    [
+        ("qwen2", {"dtype": "float16", "torch_dtype": "bfloat16"}),
+        ("llama3", {"dtype": "float16", "torch_dtype": None}),
+        ("gemma3", {"torch_dtype": "bfloat16"}),
+        ("qwen3_5", MTP),
+        ("qwen3", {"num_nextn_predict_layers": 2}),
+        ("mistral", {"nextn_predict_layers": 1, "dtype": "bfloat16"}),
+        ("smollm3", CODE),
+    ],
+)
+def test_the_config_of_an_export_names_its_dtype_and_nothing_that_the_folder_lacks(
+    tmp_path: Path, family: str, told: dict[str, object]
+) -> None:
+    source = write_folder(tmp_path, family)
+    write_config(source, FAMILIES[family] | told)
+    config = json.loads((exported(source, tmp_path / "hf") / "config.json").read_text())
+    assert config == FAMILIES[family] | {"dtype": "float32", "torch_dtype": "float32"}
+
+
+def test_an_export_needs_no_permission_to_change_permissions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on mounts of buckets. The templates are in a folder, which is copied as well."""
+    source = copy_tiny(tmp_path / "source")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+
+    def chmod(path: Path, *_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+
+    monkeypatch.setattr(os, "chmod", chmod)
+    target = exported(source, tmp_path / "hf")
+    assert hf.load_tokenizer(target).chat_template["tool_use"] == "tools"
+    assert tensors_of(target).keys() == tensors_of(source).keys()
 
 
 @pytest.mark.parity

@@ -16,7 +16,14 @@ from fingerprint import result_fingerprint
 from infra import hosts
 from infra.checkpoint import Checkpoints, Progress, array_names, raise_if_arrays_differ
 from infra.mistakes import UserMistake
-from infra.resume import begin_or_resume, describe_changes, open_checkpoints, read_run, write_run
+from infra.resume import (
+    begin_or_resume,
+    describe_changes,
+    lock_folder,
+    open_checkpoints,
+    read_run,
+    write_run,
+)
 from infra.reward_worker import imported_files
 from infra.settings import REPO
 from optimizer import TrainState
@@ -71,6 +78,9 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     make_run(tmp_path / "b")
     make_run(tmp_path / "gone", 2)
     shutil.rmtree(tmp_path / "gone" / "checkpoints")
+    make_run(tmp_path / "copied", 2)  # without the checkpoints and the hidden files
+    shutil.rmtree(tmp_path / "copied" / "checkpoints")
+    (tmp_path / "copied" / ".saved").unlink()
     return tmp_path
 
 
@@ -86,7 +96,12 @@ def test_a_run_goes_on_from_its_own_newest_checkpoint_whatever_resume_names(
     assert begun(out="a", checkpoint_dir="bucket") == (2, 2, run_id, "")
 
 
-def test_a_run_without_a_checkpoint_begins_again_and_is_the_same_run(runs: Path) -> None:
+def test_a_run_without_a_checkpoint_begins_again_and_is_the_same_run(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun(out="b")
+    note = f"note: OUTPUT_DIR={runs}/b has records and no checkpoint: the run begins again, and "
+    assert capsys.readouterr().out == f"{note}replaces them\n"
     assert begun(out="b") == begun(out="b", resume="a") == (0, None, "b", "")
     make_run(runs / "early")
     for name in (".lock", "metrics.jsonl"):  # it has ended before its first record
@@ -120,6 +135,7 @@ OF_A = {"checkpoint_dir": "a/checkpoints"}
         ("new", OF_A | {"resume": "never"}, "CHECKPOINT_DIR={}/a/checkpoints holds a run, and RES"),
         ("b", OF_A, "OUTPUT_DIR={}/b holds a run, and CHECKPOINT_DIR={}/a/checkpoints holds an"),
         ("gone", {}, "OUTPUT_DIR={}/gone holds a run, and no checkpoint of it is in {}/gone/check"),
+        ("copied", {}, "OUTPUT_DIR={}/copied holds a run, and no checkpoint of it is in {}/copied"),
         ("new", {"resume": "nowhere"}, "RESUME=nowhere is not the folder of a complete checkpoint"),
         ("lost", {}, "RESUME={}/a/checkpoints/3 is not the folder of a complete checkpoint"),
         ("a", {"steps": 3}, "STEPS=3, but 4 steps are done already; raise it"),
@@ -140,6 +156,37 @@ def test_what_is_no_folder_of_this_run_is_refused_and_nothing_in_it_changes(
         begun(out=out, **settings)
     assert line.replace("{}", str(runs)) in str(error.value)
     assert files() == before
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b'{"run_id": "a", "forked_fr', b"\0" * 300, b"\xff\xfe{", b"null", b"{}", b'["run_id"]'],
+)
+def test_a_damaged_run_json_is_one_line_and_the_checkpoints_can_be_forked(
+    runs: Path, content: bytes
+) -> None:
+    (runs / "a" / "run.json").write_bytes(content)
+    line = "its run.json is damaged, as after a loss of power; choose a new OUTPUT_DIR, with RESUME"
+    with pytest.raises(UserMistake) as error:
+        begun(out="a")
+    assert str(error.value).startswith(f"OUTPUT_DIR={runs}/a: {line}={runs}/a if there are")
+    assert begun(resume=f"{runs}/a")[:2] == (4, 4)
+
+
+def test_a_lock_that_is_a_link_is_refused_and_its_target_stays(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("notes")
+    for make_link in (Path.symlink_to, Path.hardlink_to):
+        lock = tmp_path / make_link.__name__ / ".lock"
+        lock.parent.mkdir()
+        make_link(lock, tmp_path / "mine")
+        with pytest.raises(UserMistake, match=f"^A=b: {lock} is a link to another file; delete it"):
+            lock_folder(lock.parent, "A=b")
+    dangling = tmp_path / "dangling" / ".lock"
+    dangling.parent.mkdir()
+    dangling.symlink_to(tmp_path / "nothing")
+    with pytest.raises(UserMistake, match="is a link to another file"):
+        lock_folder(dangling.parent, "A=b")
+    assert (tmp_path / "mine").read_text() == "notes" and not (tmp_path / "nothing").exists()
 
 
 def test_other_settings_are_refused_by_name_before_and_after_the_first_checkpoint(

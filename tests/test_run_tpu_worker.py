@@ -73,6 +73,28 @@ def test_an_old_libtpu_lockfile_is_removed_and_a_lock_in_use_stops_the_start(clo
     assert (again.returncode, again.stdout) == (0, "")
 
 
+def test_a_lock_file_that_cannot_be_removed_or_opened_is_one_line_with_the_host(
+    cloud: Cloud,
+) -> None:
+    """Here it is a folder, as root could remove and open another user's file."""
+    of_libtpu = f"error: w: rm: cannot remove '{cloud.lockfile}': Is a directory; it belongs to "
+    of_run = "error: w: logs/.lock cannot be opened; another user has made it"
+    for lock, line in ((cloud.laptop / "logs" / ".lock", of_run), (cloud.lockfile, of_libtpu)):
+        lock.mkdir(parents=True)
+        done = worker(cloud, *START)
+        lock.rmdir()
+        assert done.returncode == 2 and done.stderr.startswith(line), done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+def test_the_target_of_a_lock_that_is_a_link_is_not_overwritten(cloud: Cloud) -> None:
+    (cloud.laptop / "logs").mkdir()
+    (cloud.laptop / "mine").write_text("notes")
+    (cloud.laptop / "logs" / ".lock").symlink_to("../mine")
+    assert worker(cloud, *START).returncode == 0
+    assert (cloud.laptop / "mine").read_text() == "notes"
+
+
 def test_status_is_one_line_with_the_process_the_time_and_the_last_step(cloud: Cloud) -> None:
     base = cloud.laptop / BASE
     base.parent.mkdir()

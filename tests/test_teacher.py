@@ -266,6 +266,21 @@ def test_a_teacher_that_cannot_judge_is_one_line(teacher: Path, tmp_path: Path) 
     assert run_of(short, STEPS="0", EVAL_EVERY_STEPS="1").teacher is None
 
 
+def test_an_export_does_not_overwrite_the_teacher(teacher: Path, tmp_path: Path) -> None:
+    """Also if the teacher is the export of an earlier run, which an export may replace."""
+    earlier = Path(shutil.copytree(teacher, tmp_path / "run" / "hf"))
+    (earlier / "exported_from.json").write_text("{}")
+    (tmp_path / "link").symlink_to(earlier)
+    is_teacher = "is TEACHER_PATH; the model would be overwritten"
+    for settings, name in (
+        (f"EXPORT_HF={earlier}", f"EXPORT_HF={earlier}"),
+        (f"EXPORT_HF={tmp_path}/link", f"EXPORT_HF={tmp_path}/link"),
+        (f"OUTPUT_DIR={tmp_path}/run", f"OUTPUT_DIR={tmp_path}/run: its hf"),
+    ):
+        refused(lambda at=settings: run_of(earlier, at), f"{name} {is_teacher}")
+    assert run_of(earlier, f"OUTPUT_DIR={tmp_path}/run EXPORT_HF=none").teacher
+
+
 def test_a_teacher_that_does_not_fit_says_its_size(
     teacher: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

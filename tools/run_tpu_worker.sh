@@ -44,14 +44,15 @@ wait_for_end() {
 # Removes the lock file of libtpu, which an earlier process may have left. Fails if a process has a
 # TPU or the lock file open.
 free_tpu() {
-  local holder sudo=()
+  local holder message sudo=()
   ! sudo -n true 2>/dev/null || sudo=(sudo -n)
   holder=$({ "${sudo[@]}" find /proc/[0-9]*/fd '(' -lname '/dev/accel*' -o \
     -lname '/dev/vfio/[0-9]*' -o -lname "$LIBTPU_LOCKFILE" ')' 2>/dev/null || true; } |
     cut -d/ -f3 | sed -n 1p)
   [[ -z $holder ]] ||
     fail "process $holder holds the TPU ($(tr '\0' ' ' <"/proc/$holder/cmdline"))"
-  "${sudo[@]}" rm -f "$LIBTPU_LOCKFILE"
+  message=$("${sudo[@]}" rm -f "$LIBTPU_LOCKFILE" 2>&1) ||
+    fail "$message; it belongs to $(stat -c %U "$LIBTPU_LOCKFILE"), who has to remove it"
 }
 
 # ---- The clone and its packages ------------------------------------------------------------------
@@ -126,7 +127,8 @@ start() {
   [[ ! -e $base.pid ]] || return 0  # gcloud has sent the command a second time.
   [[ -x $3/bin/python ]] || fail "there is no $3; run ./run_tpu.sh setup first"
   mkdir -p logs
-  exec 9>logs/.lock  # All processes of the run inherit this lock, and the last of them gives it up.
+  # All processes of the run inherit this lock, and the last of them gives it up.
+  { exec 9>>logs/.lock; } 2>/dev/null || fail "logs/.lock cannot be opened; another user has made it"
   flock --nonblock 9 || fail "$(base_of) is still alive; end it with ./run_tpu.sh stop"
   free_tpu
   nohup setsid bash tools/run_tpu_worker.sh run "$base" "${@:3}" </dev/null >/dev/null 2>&1 &

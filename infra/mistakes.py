@@ -30,8 +30,9 @@ class Unwritable(Exception):
 
 def exit_with_mistakes(error: UserMistake | Unwritable) -> NoReturn:
     """Ends the program before the first step: a line for each mistake, and exit code 2."""
-    for line in str(error).splitlines():
-        print(f"error: {line}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # the pipe is closed
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
     raise SystemExit(2)
 
 

@@ -15,6 +15,9 @@ from pathlib import Path
 
 import pytest
 
+for number in (signal.SIGINT, signal.SIGHUP):  # a background job ignores them, and so would runs
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["WANDB_API_KEY"] = ""  # no test logs to the W&B of whoever runs it
 # NumPy's references multiply small matrices, and its threads would wait for a core that is busy.

@@ -193,8 +193,11 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 2**28)  # minutes
 """
 
 
-def start_watching(grace_s: int) -> subprocess.Popen:
+def start_watching(grace_s: int, ignored: str = "") -> subprocess.Popen:
+    """ignored: signals that the process is started to ignore, such as "INT HUP"."""
     command, pipe = [sys.executable, "-c", WATCHING, str(grace_s)], subprocess.PIPE
+    if ignored:
+        command = ["sh", "-c", f"trap '' {ignored}; exec \"$@\"", "sh", *command]
     process = subprocess.Popen(command, cwd=REPO, bufsize=0, stdout=pipe, stderr=pipe)
     wait_for(process, "^watching")
     return process
@@ -212,12 +215,70 @@ def test_a_second_signal_ends_the_process_at_once_but_a_ctrl_c_may_arrive_twice(
     assert process.communicate(timeout=20) == (b"", message) and process.returncode == 130
 
 
-def test_a_signal_ends_the_process_within_the_grace_period_whatever_it_does() -> None:
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_ends_the_process_within_the_grace_period_whatever_it_does(
+    number: signal.Signals, code: int
+) -> None:
     process = start_watching(grace_s=2)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     _, errors = process.communicate(timeout=30)
-    assert process.returncode == 143
+    assert process.returncode == code
     assert errors == b"error: PREEMPTION_GRACE_S=2 seconds are over; nothing more is saved\n"
+
+
+@pytest.mark.parametrize(
+    "ignored, sent",
+    [
+        ("HUP", signal.SIGHUP),  # by nohup
+        ("INT QUIT", signal.SIGINT),  # in the background of a script
+        ("INT HUP", signal.SIGHUP),
+    ],
+)
+def test_a_signal_that_was_ignored_at_the_start_stays_ignored(
+    ignored: str, sent: signal.Signals
+) -> None:
+    process = start_watching(30, ignored)
+    process.send_signal(sent)
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)
+    wait_for(process, "^SIG")
+    time.sleep(1)
+    process.send_signal(sent)
+    time.sleep(1)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert process.returncode == 143
+
+
+ON_A_TERMINAL = """
+import fcntl, sys, termios, time
+from infra.hosts import StopRequested, StopSignal
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+stop = StopSignal()
+stop.watch(30)
+print("watching", flush=True)
+try:
+    while True:
+        stop.raise_if_stopped()
+        time.sleep(0.01)
+except StopRequested as request:
+    print(f"STOPPED: {request}", flush=True)
+    sys.exit(request.exit_code)
+"""
+
+
+def test_a_run_whose_terminal_is_gone_stops_without_an_error_of_its_log() -> None:
+    terminal, stream = os.openpty()
+    command = [sys.executable, "-c", ON_A_TERMINAL]
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), stream)
+    process = subprocess.Popen(command, cwd=REPO, start_new_session=True, **streams)
+    os.close(stream)
+    seen = b""
+    while b"watching" not in seen:
+        seen += os.read(terminal, 1000)
+    os.close(terminal)
+    assert process.wait(timeout=60) == 129
 
 
 FAILING = """

@@ -1,10 +1,13 @@
 """A run that was killed, stopped or moved ends like an undisturbed run; how bad steps end a run."""
 
+import os
 import random
 import re
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from subprocess import Popen
@@ -83,7 +86,7 @@ def wait_for_a_checkpoint_after(step: int, folder: Path, process: Popen) -> None
     "kind, moments",
     [
         ("all weights", ("start", "step", "saved", "step", signal.SIGTERM)),
-        ("adapters that play in turns", ("saved", signal.SIGINT)),
+        ("adapters that play in turns", ("saved", signal.SIGHUP)),
     ],
 )
 def test_a_run_that_is_killed_and_stopped_ends_like_the_undisturbed_run(
@@ -120,12 +123,24 @@ def test_a_run_that_is_killed_and_stopped_ends_like_the_undisturbed_run(
     assert_same_run(folder, undisturbed(out, kind))
 
 
-def test_a_signal_before_the_first_step_ends_the_run_at_once_without_a_traceback(out: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_before_the_first_step_ends_the_run_at_once_without_a_traceback(
+    out: Path, number: signal.Signals
+) -> None:
     process = start_run(out / "early")
     wait_for(process, "^backend=")
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     result = finish(process, out / "early")
-    assert (result.code, result.errors) == (-signal.SIGINT, "")  # a shell calls this 130
+    assert (result.code, result.errors) == (-number, "")  # a shell calls this 130 or 129
+
+
+def test_a_run_in_the_background_of_a_script_ignores_ctrl_c_from_the_start(tmp_path: Path) -> None:
+    """Here it arrives while jax is imported."""
+    (tmp_path / "jax.py").write_text("import os; os.kill(os.getpid(), 2); os._exit(7)")
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    for script in ("train_grpo.py", "train_sft.py"):
+        command = ["sh", "-c", f"{sys.executable} {REPO}/{script} & wait $!"]
+        assert subprocess.run(command, cwd=tmp_path, env=env, capture_output=True).returncode == 7
 
 
 # ---- Two processes -------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 import contextlib
 import io
 import json
+import os
 import resource
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from runs import REPO
 
 from config import Config
 from infra.checkpoint import Checkpoints, Progress
@@ -153,6 +156,39 @@ def test_a_line_that_cannot_be_printed_ends_the_run(
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(open("/dev/full", "wb", buffering=0)))
     with pytest.raises(Unwritable, match="the log cannot be written: No space left on device"):
         log.print_line("step=0")
+
+
+CLOSED = "stdout or stderr is closed; redirect it to a file or to /dev/null"
+BROKEN = "the log cannot be written: Broken pipe"
+
+
+@pytest.mark.parametrize(
+    "command, errors",
+    [
+        ("train_grpo.py >&-", f"error: {CLOSED}\n"),
+        ("train_sft.py >&-", f"error: {CLOSED}\n"),
+        ("train_grpo.py 2>&-", ""),
+        ("train_grpo.py | true", f"error: {BROKEN}\n"),
+        ("train_grpo.py | head -1", f"error: {BROKEN}\n"),
+        ("train_sft.py | head -1", f"error: {BROKEN}\n"),
+        ("startup.py | true", f"error: {BROKEN}\n"),
+        ("train_grpo.py --plan v6e-8 | true", f"error: {BROKEN}\n"),
+        (
+            "train_grpo.py > /dev/full",
+            "error: the log cannot be written: No space left on device\n",
+        ),
+        ("train_grpo.py --processes 0 2>&1 | true", ""),
+    ],
+)
+def test_a_log_that_cannot_be_written_at_the_start_is_one_line(
+    tmp_path: Path, command: str, errors: str
+) -> None:
+    unbuffered = {"PYTHONUNBUFFERED": "1"} if "head" in command else {}
+    env = os.environ | {"OUTPUT_DIR": f"{tmp_path}/run", "ROLLOUT_GLOBAL_BATCH_SIZE": "8"}
+    shell = f"{sys.executable} {REPO}/{command}; exit ${{PIPESTATUS[0]}}"
+    arguments = {"cwd": tmp_path, "env": env | unbuffered, "capture_output": True, "text": True}
+    done = subprocess.run(["bash", "-c", shell], **arguments)
+    assert (done.returncode, done.stderr) == (2, errors)
 
 
 def test_a_file_is_replaced_by_a_complete_one_or_not_at_all(tmp_path: Path) -> None:

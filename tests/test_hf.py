@@ -25,6 +25,7 @@ from infra.mistakes import UserMistake
 from model import hf
 from model.layout import make_mesh
 from model.params import Gemma3, ModelConfig, Params, Qwen35, param_shardings
+from rewards import SYSTEM_PROMPT
 from startup import set_up
 
 TINY = Path(__file__).parent.parent / "tiny"
@@ -577,6 +578,67 @@ def test_transformers_opens_an_export_and_gives_the_same_logits(tmp_path, family
     source.mkdir()
     target = exported(write_folder(source, family), tmp_path / "ours")
     np.testing.assert_array_equal(transformers_logits(target), transformers_logits(source))
+
+
+# What llama.cpp's converter reads: names of the number of layers, of layers beside them, and what
+# it needs of the other keys. Its program then looks for the norm of each layer.
+NUM_LAYERS = ("n_layers", "num_hidden_layers", "n_layer", "num_layers")
+MORE_LAYERS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
+CONVERTED = {f"{x}ForCausalLM" for x in ("Qwen2", "Qwen3", "Qwen3_5", "Llama", "Gemma3")}
+CONVERTED |= {f"{x}ForCausalLM" for x in ("Mistral", "SmolLM3", "Granite")}
+NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+
+
+def check_as_llama_cpp(folder: Path) -> None:
+    """Makes the checks of keys and tensors that llama.cpp's converter makes."""
+    config, found = json.loads((folder / "config.json").read_text()), tensors_of(folder)
+    assert config["architectures"][0] in CONVERTED and "text_config" not in config
+    assert all(config[key] > 0 for key in (*NEEDED, "rms_norm_eps", "max_position_embeddings"))
+    layers = next(config[key] for key in NUM_LAYERS if key in config)
+    layers += sum(config.get(key) or 0 for key in MORE_LAYERS)
+    norms = {f"model.layers.{i}.input_layernorm.weight" for i in range(layers)}
+    assert norms == {name for name in found if name.endswith("input_layernorm.weight")}
+    numbers = {int(name.split(".")[2]) for name in found if name.startswith("model.layers.")}
+    assert numbers == {*range(layers)}
+    assert ("lm_head.weight" in found) == (not config["tie_word_embeddings"])
+    rows, columns = found["model.embed_tokens.weight"].shape
+    assert (rows, columns) == (config["vocab_size"], config["hidden_size"])
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())
+    ids = [*vocabulary["model"]["vocab"].values(), *(x["id"] for x in vocabulary["added_tokens"])]
+    assert max(ids) < rows
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_export_says_in_transformers_what_the_run_has_said_and_can_be_converted(
+    tmp_path: Path, family: str
+) -> None:
+    """The greedy answers of the evaluation after the last step."""
+    torch = pytest.importorskip("torch", reason="opens the folder with transformers' torch model")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    config = FAMILIES[family] | {"vocab_size": 576} | (MTP if family == "qwen3_5" else {})
+    folder, out = copy_tiny(tmp_path / "model"), tmp_path / "run"
+    write_config(folder, config)
+    save_file(tensors(config), folder / "model.safetensors", {"format": "pt"})
+    sizes = environment("BATCH_SIZE=2 NUM_PRE_Q=4 TRAIN_MICRO_BATCH_SIZE=8 LEARNING_RATE=1e-3")
+    asked = environment("EVAL_EVERY_STEPS=1 EVAL_PROMPTS=8 MAX_LENGTH_SAMPLE=16 DTYPE=float32")
+    train(out, MODEL_PATH=str(folder), **sizes | asked)
+    check_as_llama_cpp(out / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(out / "hf")
+    model = AutoModelForCausalLM.from_pretrained(out / "hf")
+    assert model.dtype == torch.float32
+    records = [json.loads(line) for line in (out / "eval.jsonl").read_text().splitlines()]
+    answers = {r["question"]: r["completions"][0]["text"] for r in records if r["step"] == 1}
+    assert len(answers) == 8 and len({*answers.values()}) > 1
+    for question, answer in answers.items():
+        chat = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question}]
+        text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+        said = model.generate(**ids, do_sample=False, max_new_tokens=16)
+        completion = said[0, ids["input_ids"].shape[1] :].tolist()
+        stopped = completion[-1] in model.generation_config.eos_token_id
+        assert tokenizer.decode(completion[:-1] if stopped else completion) == answer
 
 
 def test_an_export_replaces_an_earlier_export_and_no_other_file_and_keeps_the_tokenizer(

@@ -177,7 +177,7 @@ BROKEN = "the log cannot be written: Broken pipe"
             "train_grpo.py > /dev/full",
             "error: the log cannot be written: No space left on device\n",
         ),
-        ("train_grpo.py --processes 0 2>&1 | true", ""),
+        ("train_grpo.py --config nowhere.yaml 2>&1 | true", ""),
     ],
 )
 def test_a_log_that_cannot_be_written_at_the_start_is_one_line(

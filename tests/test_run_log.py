@@ -184,7 +184,7 @@ def test_a_log_that_cannot_be_written_at_the_start_is_one_line(
     tmp_path: Path, command: str, errors: str
 ) -> None:
     unbuffered = {"PYTHONUNBUFFERED": "1"} if "head" in command else {}
-    env = os.environ | {"OUTPUT_DIR": f"{tmp_path}/run", "ROLLOUT_GLOBAL_BATCH_SIZE": "8"}
+    env = os.environ | {"OUTPUT_DIR": f"{tmp_path}/run", "STEPS": "0", "EVAL_EVERY_STEPS": "1"}
     shell = f"{sys.executable} {REPO}/{command}; exit ${{PIPESTATUS[0]}}"
     arguments = {"cwd": tmp_path, "env": env | unbuffered, "capture_output": True, "text": True}
     done = subprocess.run(["bash", "-c", shell], **arguments)

@@ -87,8 +87,7 @@ def group_advantages(
         columns = [column.reshape(-1, num_pre_q) for column in function_rewards.T]
         scaled = [_centered(c) / (_std(c, axis=1) + STD_EPS) for c in columns]
         total = sum(w * np.nan_to_num(x) for w, x in zip(weights, scaled, strict=True))
-        applies = ~np.isnan(columns).all(axis=0)  # [P, K]
-        total = np.where(applies, total, np.nan)  # [P, K], again of mean 0
+        total = np.where(np.isnan(columns).all(axis=0), np.nan, total)  # [P, K], again of mean 0
         advantages = total / (_std(total) + STD_EPS)
     else:
         raise ValueError(f"ADV_ESTIMATOR={estimator} is not known")
@@ -221,8 +220,7 @@ def policy_loss(
     is_dppo = objective.loss_type.startswith("dppo")
     log_ratio = jnp.where(mask, logps - (sampling_logps if is_dppo else old_logps), 0.0)  # [B, T]
     has_sequence_ratio = objective.loss_type in ("gspo", "luspo")
-    if has_sequence_ratio:
-        log_ratio = _sequence_mean(log_ratio, sequence_tokens)  # [B, 1]
+    log_ratio = _sequence_mean(log_ratio, sequence_tokens) if has_sequence_ratio else log_ratio
     ratio = jnp.exp(log_ratio)  # [B, T] or [B, 1]
     weight, metrics = 1.0, {}
     if objective.is_mode != "none":
@@ -234,8 +232,8 @@ def policy_loss(
         log_ratio, weight = log_ratio + jnp.log(jnp.maximum(weight, VESPO_FLOOR)), 1.0
     masked_logps = jnp.where(mask, logps, 0.0)  # [B, T]
     loss, is_clipped = _token_loss(objective, ratio, log_ratio, A, masked_logps, sequence_tokens)
-    counts_tokens = not has_sequence_ratio or advantages.ndim > 1
-    metrics |= _clip_metrics(is_clipped, mask, num_tokens if counts_tokens else num_sequences)
+    count = num_sequences if has_sequence_ratio and advantages.ndim == 1 else num_tokens
+    metrics |= _clip_metrics(is_clipped, mask, count)
     if (threshold := objective.off_policy_mask_threshold) > 0:
         gap = jnp.nan_to_num(jnp.where(mask, sampling_logps - logps, 0.0))  # [B, T]
         is_dropped = (A < 0) & (_sequence_mean(gap, sequence_tokens) > threshold)  # [B, 1]

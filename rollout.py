@@ -147,9 +147,8 @@ def completion_parts(completions: Completions | Batch, i: int) -> list[tuple[int
 def reward_completions(
     rollout: RolloutConfig, prompts: list[data.Prompt], completions: Completions, *steps: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The weighted total rewards [count] of the completions of these prompts, and the rewards
-    of each function [count, functions], both float64; NaN where there is none. steps: those
-    taken, and STEPS, for trainer_state. Raises UserMistake."""
+    """The weighted total rewards [count] of the completions of these prompts, and the rewards of
+    each function [count, functions], both float64; NaN: none. steps: those taken, STEPS."""
     texts = completion_texts(rollout, prompts, completions)
     K = len(texts) // len(prompts)
     columns: dict[str, Any] = {

@@ -95,7 +95,7 @@ def test_the_worker_has_no_jax_and_no_accelerator_and_imports_rewards_py_from_an
 
 
 def test_the_example_of_the_docs_is_a_reward_function(tmp_path: Path) -> None:
-    text = (TOP / "docs" / "rewards_and_data.md").read_text(encoding="utf-8")
+    text = (TOP / "docs" / "rewards.md").read_text(encoding="utf-8")
     (tmp_path / "my_rewards.py").write_text(text.split("```python\n")[1].split("```")[0])
     workers = {}
     source = f"{tmp_path}/my_rewards.py:close_answer, reward_format"

@@ -127,9 +127,9 @@ class MicroBatch(NamedTuple):
     ref_logps: Any = None  # [X*Q, T] float32 nats; None: no reference
     teacher_logps: Any = None  # [X*Q, T] float32 nats; None: no teacher
     top_mask: Any = None  # [X*Q, T] int32, 1 on the tokens of TOP_ENTROPY_QUANTILE; None: all
-    # [X, C, U] int32 ids over which log-probabilities are normalized, -1 in unused slots. None:
-    # they are normalized over the vocabulary.
+    # [X, C, U] int32 ids over which logps are normalized, unused: -1; None: over the vocabulary
     support: Any = None
+    key_blocks: Any = None  # as in PackedRows
 
 
 class RowShape(NamedTuple):

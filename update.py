@@ -18,6 +18,7 @@ from infra.chips import attribute_oom_to
 from infra.sizes import MICRO_SIZES
 from loss import MERGE, Objective, policy_loss
 from model.attention import PackedRows
+from model.blocks import with_key_blocks
 from model.layout import gather_processes, local_part, shard_batch, slice_of_process
 from model.logps import token_logps
 from model.network import ComputeConfig, forward
@@ -72,7 +73,7 @@ def compute_logps_and_entropies(
     """
     weights = arrange_layers(params, compute.layer_loop, compute.dtype)
     S = micro_batch.ids.shape[1] - micro_batch.targets.shape[1]
-    rows = PackedRows(micro_batch.segment_ids, micro_batch.start, S)
+    rows = PackedRows(micro_batch.segment_ids, micro_batch.start, S, (), micro_batch.key_blocks)
     hidden, _ = forward(weights, compute, micro_batch.ids, micro_batch.positions, rows=rows)
     row_values = (compute.logps_kernel or token_logps)(
         hidden[:, S:],
@@ -207,12 +208,10 @@ def pack_to_devices(
     learner: LearnerConfig, batch: Batch, sequences: np.ndarray
 ) -> list[MicroBatch]:
     """The rows of each micro-step of an update, on the devices. sequences: indices in the batch."""
-    micro_batches = []
-    rows_of_micro_steps, shape = plan_rows(batch, sequences, learner.limits)
-    for rows in rows_of_micro_steps:
-        packed = pack(batch, slice_of_process(rows), shape, learner.pad_id)
-        micro_batches.append(shard_batch(packed, learner.compute.layout))
-    return micro_batches
+    micro_steps, shape = plan_rows(batch, sequences, learner.limits)
+    packed = [pack(batch, slice_of_process(rows), shape, learner.pad_id) for rows in micro_steps]
+    layout = learner.compute.layout
+    return [shard_batch(x, layout) for x in with_key_blocks(packed, shape.S, layout)]
 
 
 def train_on_mini_batch(

@@ -100,6 +100,7 @@ class PackedRows(NamedTuple):
     S: int  # slots for prompts, before those for completions
     # Each token's position and the lowest position that it sees, [X, t] int32; (): it sees all.
     window: tuple[jax.Array, ...] = ()
+    key_blocks: Any = None  # [X, num_blocks, R] int32 or None, of with_key_blocks
 
     def with_window(self, positions: jax.Array, window: jax.Array) -> "PackedRows":
         """These rows with a sliding window: a token sees only the last `window` positions, its own

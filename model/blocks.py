@@ -4,39 +4,94 @@ Pairs of blocks in which no query sees a key are skipped, and the scores of one 
 time, so that memory grows with the tokens and not with their square: the online softmax of
 FlashAttention (arXiv 2205.14135) in plain JAX. The results are those of attention.py.
 
+There are two schedules. A loop over the pairs that are needed, whose number is an array, computes
+only these. But a GPU waits for its host before each iteration of such a loop. There, all blocks of
+queries compute at once, in rounds: each has a list of the blocks of keys that it needs, and takes
+one of them in each round. The number of rounds is a shape, which the compiler knows.
+
 Dimensions as in attention.py. Arrays in blocks have a first dimension for them:
 q [num_blocks, X, N, H/N, block_size, h], k and v [num_blocks, X, N, block_size, h], and each array
 of `tokens`, which are the arguments of `visible`, [num_blocks, X, block_size] int32. The slots of
-all rows are equal, so X is 1 in theirs.
+all rows are equal, so X is 1 in theirs. In rounds, a function has the arrays of one row, and the
+dimension of its blocks takes the place of X.
 """
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from model.attention import ALL_POSITIONS, KV, PackedRows, multiply, visible
-from model.layout import Layout
+from model.layout import Layout, gather_processes
 from model.logps import MASKED
 
 # Tokens of a block. On CPUs 64 was the fastest of 32 to 512. Elsewhere small blocks would
 # be many small kernels.
-BLOCK = {"cpu": 64, "others": 512}
+BLOCK = {"cpu": 64, "gpu": 256, "others": 512}
+IN_ROUNDS = {"gpu"}  # the platforms with this schedule
+# Rounds whose code follows each other. In a loop a round has 1.5 times as many kernels, but memory
+# holds the scores of all rounds that are not in a loop.
+UNROLLED_ROUNDS = 3
 
 
 def block_attention(q: jax.Array, kv: KV, rows: PackedRows, layout: Layout) -> jax.Array:
     q = q * q.shape[-1] ** -0.5
-    return on_each_device(functools.partial(_blocks_shard, rows.S, layout), q, kv, rows, layout)
+    (X, t), lists = rows.segment_ids.shape, [rows.key_blocks]
+    block_size, in_rounds = schedule(t, layout)
+    if in_rounds and rows.key_blocks is None:  # Any query may see all keys before it.
+        n = math.ceil(t / block_size)
+        lists = [np.tile(np.where(np.tri(n), np.arange(n), n).astype(np.int32), (X, 1, 1))]
+    shard = functools.partial(_blocks_shard, rows.S, layout)
+    return on_each_device(shard, q, kv, rows, layout, *lists if in_rounds else [])
+
+
+def with_key_blocks(micro_steps: Sequence[Any], S: int, layout: Layout) -> Sequence[Any]:
+    """The rows of each micro-step with their lists as key_blocks: [X, num_blocks, R] int32, the
+    blocks of keys that a block of queries needs, then num_blocks. Not where no lists are needed.
+
+    micro_steps: named tuples with segment_ids and start of PackedRows, in NumPy arrays of this
+    process. R is the length of the longest list of all processes, rounded up to one of two values
+    between two powers of two, so that a run compiles few programs.
+    """
+    t = micro_steps[0].segment_ids.shape[1] if micro_steps else 1
+    block_size, in_rounds = schedule(t, layout)
+    if not in_rounds:
+        return micro_steps
+
+    def needed_of_row(*row: np.ndarray) -> np.ndarray:
+        padded = (np.pad(x, (0, -t % block_size), constant_values=-1) for x in row)
+        return needed_blocks(tuple(x.reshape(-1, 1, block_size) for x in padded), S)
+
+    needed = [np.array([*map(needed_of_row, x.segment_ids, x.start)]) for x in micro_steps]
+    counts = [np.ones(1, int), *(x.sum(axis=-1).ravel() for x in needed)]
+    most = int(gather_processes(np.concatenate(counts).max(keepdims=True)).max())
+    step, n = max((1 << (most - 1).bit_length()) // 4, 1), math.ceil(t / block_size)
+    R = min(math.ceil(most / step) * step, n)
+    lists = [np.sort(np.where(x, np.arange(n), n))[..., :R].astype(np.int32) for x in needed]
+    return [x._replace(key_blocks=y) for x, y in zip(micro_steps, lists, strict=True)]
+
+
+def schedule(slots: int, layout: Layout) -> tuple[int, bool]:
+    """The tokens of a block, and whether blocks are computed in rounds."""
+    platform = layout.mesh.devices.flat[0].platform
+    return min(BLOCK.get(platform, BLOCK["others"]), slots), platform in IN_ROUNDS
 
 
 # ---- Each device computes its rows and heads -----------------------------------------------------
 
 
 def on_each_device(
-    attend: Callable[..., jax.Array], q: jax.Array, kv: KV, rows: PackedRows, layout: Layout
+    attend: Callable[..., jax.Array],
+    q: jax.Array,
+    kv: KV,
+    rows: PackedRows,
+    layout: Layout,
+    *lists: jax.Array | np.ndarray,
 ) -> jax.Array:
     """What attend computes of the rows and heads of each device: [X, t, H*h]. Rows are sharded
     over the batch axes, and heads over tp if it is not one of them. q: [X, t, H, h].
@@ -47,15 +102,16 @@ def on_each_device(
     k, v = kv.k.swapaxes(2, 3), kv.v  # [X, N, t, h]
     if head_axis and k.shape[1] % layout.mesh.shape["tp"]:  # each query head gets its kv head
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[1], axis=1) for x in (k, v))
+    of_tokens = rows.segment_ids, rows.start, *lists, *rows.window
     batch, head_spec = PartitionSpec(layout.batch_axes), PartitionSpec(layout.batch_axes, head_axis)
     shard = jax.shard_map(
         attend,
         mesh=layout.mesh,
-        in_specs=(head_spec, head_spec, head_spec, batch, batch, *[batch for _ in rows.window]),
+        in_specs=(head_spec, head_spec, head_spec, *[batch for _ in of_tokens]),
         out_specs=PartitionSpec(layout.batch_axes, None, head_axis),
         check_vma=False,
     )
-    return shard(q.swapaxes(1, 2), k, v, rows.segment_ids, rows.start, *rows.window)
+    return shard(q.swapaxes(1, 2), k, v, *of_tokens)
 
 
 # ---- Blocks of queries and keys ------------------------------------------------------------------
@@ -72,10 +128,11 @@ def _blocks_shard(
     *window: jax.Array,
 ) -> jax.Array:
     """Attention of the rows and heads of a device, in blocks: [X, t, H*h]. q: [X, H, t, h]. k, v:
-    [X, N, t, h]. segment_ids, start, window: [X, t] int32, of PackedRows."""
+    [X, N, t, h]. segment_ids, start, window: [X, t] int32, of PackedRows; in rounds its key_blocks
+    precede the window."""
     (X, H, t, h), N = q.shape, k.shape[1]
-    platform = layout.mesh.devices.flat[0].platform
-    block_size = min(BLOCK["cpu" if platform == "cpu" else "others"], t)
+    block_size, in_rounds = schedule(t, layout)
+    lists, window = (window[0], window[1:]) if in_rounds else (None, window)
     missing = -t % block_size
 
     def split(x: jax.Array, axis: int, padding: int = 0) -> jax.Array:
@@ -86,34 +143,27 @@ def _blocks_shard(
 
     slot = jnp.arange(t + missing).reshape(-1, 1, block_size)
     tokens = slot, split(segment_ids, 1, padding=-1), *(split(x, 1) for x in (start, *window))
-    pairs, count = block_pairs(needed_blocks(tokens[1:], S))
-    q = split(q.reshape(X, N, H // N, t, h), 3)
-    out = _attend_in_blocks(q, split(k, 2), split(v, 2), tokens, pairs, count, S)
+    arrays = split(q.reshape(X, N, H // N, t, h), 3), split(k, 2), split(v, 2)
+    attend = functools.partial(_attend_in_blocks, S)
+    if lists is None:
+        out = attend(*arrays, tokens, block_pairs(needed_blocks(tokens[1:], S)))
+    else:
+        slot = jnp.broadcast_to(slot, (len(slot), X, block_size))
+        out = jax.vmap(attend, (1, 1, 1, 1, 0), 1)(*arrays, (slot, *tokens[1:]), lists)
     return out.transpose(1, 0, 4, 2, 3, 5).reshape(X, t + missing, H * h)[:, :t]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend_in_blocks(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    tokens: tuple[jax.Array, ...],
-    pairs: jax.Array,
-    count: jax.Array,
-    S: int,
+    S: int, q: jax.Array, k: jax.Array, v: jax.Array, tokens: tuple[jax.Array, ...], steps: Any
 ) -> jax.Array:
-    """Attention of a scaled q, in its shape and dtype. pairs, count: see block_pairs."""
-    return _forward(q, k, v, tokens, pairs, count, S)[0]
+    """Attention of a scaled q, in its shape and dtype. steps: the pairs and their number from
+    block_pairs, or the lists [num_blocks, R] of a row."""
+    return _forward(S, q, k, v, tokens, steps)[0]
 
 
 def _forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    tokens: tuple[jax.Array, ...],
-    pairs: jax.Array,
-    count: jax.Array,
-    S: int,
+    S: int, q: jax.Array, k: jax.Array, v: jax.Array, tokens: tuple[jax.Array, ...], steps: Any
 ) -> tuple[jax.Array, Any]:
     """The attention, and the residuals of _backward: the arguments, the attention, and the
     logarithm of the sum of each query's weights [num_blocks, X, N, H/N, block_size] float32.
@@ -123,62 +173,93 @@ def _forward(
     1 there; its first visible score rescales them to 0.
     """
 
-    def step(index: jax.Array, carry: Any) -> Any:
-        max_score, total, values = carry
-        i, j = pairs[index]
-        scores = _scores(q[i], k[j], tokens, S, i, j)
-        new_max = jnp.maximum(max_score[i], scores.max(axis=-1))
-        weights, scale = jnp.exp(scores - new_max[..., None]), jnp.exp(max_score[i] - new_max)
-        new_values = multiply("xnmqk,xnkh->xnmqh", weights.astype(q.dtype), v[j])
-        return (
-            max_score.at[i].set(new_max),
-            total.at[i].set(total[i] * scale + weights.sum(axis=-1)),
-            values.at[i].set(values[i] * scale[..., None] + new_values),
+    def step(carry: Any, i: Any, j: jax.Array) -> Any:
+        max_score, total, values = (x[i] for x in carry)
+        scores = _scores(q, k, tokens, S, i, j)
+        new_max = jnp.maximum(max_score, scores.max(axis=-1))
+        weights, scale = jnp.exp(scores - new_max[..., None]), jnp.exp(max_score - new_max)
+        new_values = multiply("xnmqk,xnkh->xnmqh", weights.astype(q.dtype), _take(v, j))
+        new = (
+            new_max,
+            total * scale + weights.sum(axis=-1),
+            values * scale[..., None] + new_values,
         )
+        return new if i is ... else tuple(x.at[i].set(y) for x, y in zip(carry, new, strict=True))
 
     zeros = jnp.zeros(q.shape[:-1], jnp.float32)
     first = zeros + MASKED, zeros, jnp.zeros(q.shape, jnp.float32)
-    max_score, total, values = jax.lax.fori_loop(0, count, step, first)
+    max_score, total, values = _run(steps, step, first)
     out = (values / total[..., None]).astype(q.dtype)
-    return out, (q, k, v, tokens, pairs, count, out, max_score + jnp.log(total))
+    return out, (q, k, v, tokens, steps, out, max_score + jnp.log(total))
 
 
 def _backward(S: int, residuals: Any, grad_out: jax.Array) -> Any:
     """The gradients of q, k and v. The attention weights are recomputed from the scores and their
     logsumexp."""
-    q, k, v, tokens, pairs, count, out, log_total = residuals
+    q, k, v, tokens, steps, out, log_total = residuals
     inner = (grad_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
 
-    def step(index: jax.Array, carry: Any) -> Any:
+    def step(carry: Any, i: Any, j: jax.Array) -> Any:
         grad_q, grad_k, grad_v = carry
-        i, j = pairs[index]
-        weights = jnp.exp(_scores(q[i], k[j], tokens, S, i, j) - log_total[i][..., None])
-        grad_weights = multiply("xnmqh,xnkh->xnmqk", grad_out[i], v[j])
+        weights = jnp.exp(_scores(q, k, tokens, S, i, j) - log_total[i][..., None])
+        grad_weights = multiply("xnmqh,xnkh->xnmqk", grad_out[i], _take(v, j))
         grad_scores = (weights * (grad_weights - inner[i][..., None])).astype(q.dtype)
         weights = weights.astype(q.dtype)
         return (
-            grad_q.at[i].add(multiply("xnmqk,xnkh->xnmqh", grad_scores, k[j])),
-            grad_k.at[j].add(multiply("xnmqk,xnmqh->xnkh", grad_scores, q[i])),
-            grad_v.at[j].add(multiply("xnmqk,xnmqh->xnkh", weights, grad_out[i])),
+            _add(grad_q, i, multiply("xnmqk,xnkh->xnmqh", grad_scores, _take(k, j))),
+            _add(grad_k, j, multiply("xnmqk,xnmqh->xnkh", grad_scores, q[i])),
+            _add(grad_v, j, multiply("xnmqk,xnmqh->xnkh", weights, grad_out[i])),
         )
 
     zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
-    grads = jax.lax.fori_loop(0, count, step, zeros)
+    grads = _run(steps, step, zeros)
     grad_q, grad_k, grad_v = (x.astype(y.dtype) for x, y in zip(grads, (q, k, v), strict=True))
-    return grad_q, grad_k, grad_v, None, None, None
+    return grad_q, grad_k, grad_v, None, None
 
 
 _attend_in_blocks.defvjp(_forward, _backward)
 
 
+def _run(steps: Any, step: Callable[..., Any], carry: Any) -> Any:
+    """The carry after all steps. step(carry, i, j): of block i of queries and block j of keys; in
+    rounds i is `...`, all blocks of queries, and j [num_blocks] are their blocks of keys."""
+    if isinstance(steps, tuple):
+        pairs, count = steps
+        return jax.lax.fori_loop(0, count, lambda n, carry: step(carry, *pairs[n]), carry)
+    rounds, unroll = steps.T, min(UNROLLED_ROUNDS, steps.shape[1])
+    return jax.lax.scan(lambda x, j: (step(x, ..., j), None), carry, rounds, unroll=unroll)[0]
+
+
+def _take(x: jax.Array, j: jax.Array) -> jax.Array:
+    return x[j] if j.ndim == 0 else x.at[j].get(mode="clip")
+
+
+def _add(x: jax.Array, at: Any, y: jax.Array) -> jax.Array:
+    """x with y added to its block or blocks `at`."""
+    if at is ...:
+        return x + y
+    if at.ndim == 0:
+        return x.at[at].add(y)
+    # This matmul adds the parts of a block in a fixed order. The atomic additions of a scatter
+    # would have a different order in every run.
+    is_block = (at[:, None] == jnp.arange(len(x))).astype(y.dtype)
+    return x + jnp.einsum("ij,inkh->jnkh", is_block, y, precision=jax.lax.Precision.HIGHEST)
+
+
 def _scores(
-    q: jax.Array, k: jax.Array, tokens: tuple[jax.Array, ...], S: int, i: jax.Array, j: jax.Array
+    q: jax.Array, k: jax.Array, tokens: tuple[jax.Array, ...], S: int, i: Any, j: jax.Array
 ) -> jax.Array:
-    """The masked scores of q, block i of queries, and k, block j of keys: [X, N, H/N, block_size,
-    block_size] float32."""
+    """The masked scores of block i of queries and block j of keys, which may be none: [X, N, H/N,
+    block_size, block_size] float32."""
     queries = [x[i][:, None, None, :, None] for x in tokens]
-    keys = [x[j][:, None, None, None, :] for x in tokens]
-    return jnp.where(visible(queries, keys, S), multiply("xnmqh,xnkh->xnmqk", q, k), MASKED)
+    keys = [x[j] if j.ndim == 0 else _fill(x, j) for x in tokens]
+    mask = visible(queries, [x[:, None, None, None, :] for x in keys], S)
+    return jnp.where(mask, multiply("xnmqh,xnkh->xnmqk", q[i], _take(k, j)), MASKED)
+
+
+def _fill(x: jax.Array, j: jax.Array) -> jax.Array:
+    """The blocks j of x. Where j is no block, its keys are of no prompt."""
+    return x.at[j].get(mode="fill", fill_value=ALL_POSITIONS)
 
 
 def block_pairs(needed: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -188,22 +269,23 @@ def block_pairs(needed: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.stack([order // len(needed), order % len(needed)], axis=1), needed.sum()
 
 
-def needed_blocks(tokens: tuple[jax.Array, ...], S: int) -> jax.Array:
+def needed_blocks(tokens: tuple[Any, ...], S: int) -> Any:
     """[num_blocks, num_blocks] bool: whether in any row a query of a block may see a key of a
-    block. Every block sees itself. tokens: without the slots."""
+    block. Every block sees itself. tokens: without the slots, of jax or of NumPy, as the result."""
     segment_ids, start, *window = tokens
     num_blocks, _, block_size = segment_ids.shape
     is_padding, t = segment_ids < 0, num_blocks * block_size
-    lowest = jnp.where(is_padding, t, segment_ids).min(axis=2)  # [num_blocks, X]
+    xp = jnp if isinstance(segment_ids, jax.Array) else np
+    lowest = xp.where(is_padding, t, segment_ids).min(axis=2)  # [num_blocks, X]
     highest = segment_ids.max(axis=2)
-    first = jnp.where(is_padding, t, start).min(axis=2)
-    query, key = jnp.arange(num_blocks)[:, None], jnp.arange(num_blocks)
+    first = xp.where(is_padding, t, start).min(axis=2)
+    query, key = xp.arange(num_blocks)[:, None], xp.arange(num_blocks)
     key_end = (key[:, None] + 1) * block_size  # [num_blocks, 1]
     seen = (lowest <= highest[:, None]) & (lowest[:, None] <= highest)  # the same prompt
     seen &= (key_end - block_size < S) | (key_end > first[:, None])
     if window:
         position, oldest = window
-        newest = jnp.where(is_padding, -1, position).max(axis=2)  # of the keys
-        oldest = jnp.where(is_padding, ALL_POSITIONS, oldest).min(axis=2)  # of the queries
+        newest = xp.where(is_padding, -1, position).max(axis=2)  # of the keys
+        oldest = xp.where(is_padding, ALL_POSITIONS, oldest).min(axis=2)  # of the queries
         seen &= newest >= oldest[:, None]
     return (key <= query) & (seen.any(axis=2) | (key == query))

@@ -155,17 +155,33 @@ def numpy_attention(x: Inputs) -> Result:
 unoptimised = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
+def attention_in_rounds(q: jax.Array, kv: KV, rows: PackedRows, layout: Layout) -> jax.Array:
+    """The schedule of a GPU, here on CPUs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "IN_ROUNDS", {"cpu"})
+        return block_attention(q, kv, rows, layout)
+
+
+def with_lists(rows: PackedRows, layout: Layout) -> PackedRows:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "IN_ROUNDS", {"cpu"})
+        [listed] = blocks.with_key_blocks([rows], rows.S, layout)
+    return listed
+
+
 IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "at_once": attention,
     "blocks": block_attention,
+    "rounds": attention_in_rounds,
     "splash": functools.partial(splash.splash_attention, interpret=True),
 }
 
 
 def attend(x: Inputs, impl: str, layout: Layout = ONE_DEVICE) -> Callable[..., jax.Array]:
     """The attention as a function of q, kv, prompt and start."""
+    rows = with_lists(x.rows, layout) if impl == "rounds" else x.rows
     return lambda q, kv, prompt, start: IMPLEMENTATIONS[impl](
-        q, kv, x.rows._replace(segment_ids=prompt, start=start), layout
+        q, kv, rows._replace(segment_ids=prompt, start=start), layout
     )
 
 
@@ -204,7 +220,7 @@ def assert_same(got: Result, expected: Result, tolerance: float = 1e-5) -> None:
 
 @pytest.mark.parametrize(
     "impl, shape",
-    [(impl, x) for impl in ("at_once", "blocks") for x in SMALL]
+    [(impl, x) for impl in ("at_once", "blocks", "rounds") for x in SMALL]
     + [("splash", x) for x in FOR_SPLASH],
     ids=str,
 )
@@ -233,8 +249,19 @@ def test_a_sliding_window_goes_by_positions_and_not_by_places(
     """Blocks of 4 tokens, so that some have nothing within the window."""
     monkeypatch.setitem(blocks.BLOCK, "cpu", 4)
     x = within(inputs(*shape), window)
-    for impl in ("at_once", "blocks"):
+    for impl in ("at_once", "blocks", "rounds"):
         assert_same(run(x, impl, train_layout(*mesh)), numpy_attention(x))
+
+
+@pytest.mark.parametrize("window, mesh", [(2**30, (1, 1, 1)), (2**30, (2, 2, 2)), (9, (2, 2, 2))])
+def test_rounds_and_the_loop_over_pairs_differ_by_rounding(
+    monkeypatch: pytest.MonkeyPatch, window: int, mesh: tuple[int, ...]
+) -> None:
+    monkeypatch.setitem(blocks.BLOCK, "cpu", 16)
+    rows = [ONE_GROUP, TWO_GROUPS, OTHER, NO_PROMPT] * 2
+    x = within(inputs(32, 64, rows, 8, 4, 16), window)
+    layout = train_layout(*mesh)
+    assert_same(run(x, "rounds", layout), run(x, "blocks", layout), tolerance=1e-6)
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
@@ -268,13 +295,15 @@ def test_several_devices_give_what_one_gives_and_each_gets_its_rows_and_heads(
 
 def test_kv_heads_that_tp_does_not_divide_are_repeated() -> None:
     x = inputs(20, 61, [TWO_GROUPS, OTHER], 8, 2, 6)
-    assert_same(run(x, "blocks", train_layout(1, 2, 4)), numpy_attention(x))
+    for impl in ("blocks", "rounds"):
+        assert_same(run(x, impl, train_layout(1, 2, 4)), numpy_attention(x))
 
 
 def test_prompts_of_several_devices_are_split_as_decoding_needs_them() -> None:
     x = inputs(13, 0, [LEFT_PADDED, ([(0, 13)], [])] * 4, 6, 3, 5)
     layout = train_layout(2, 1, 4)._replace(batch_axes=ROLLOUT_BATCH_AXES)
-    assert_same(run(x, "blocks", layout), numpy_attention(x))
+    for impl in ("blocks", "rounds"):
+        assert_same(run(x, impl, layout), numpy_attention(x))
 
 
 # ---- What memory holds ---------------------------------------------------------------------------
@@ -317,7 +346,7 @@ def test_only_pairs_of_blocks_in_which_something_is_seen_are_computed(
     row: Row, window: int, expected: int
 ) -> None:
     x = within(inputs(4, 10, [row], 1, 1, 1), window)
-    prompt, start, S, others = x.rows
+    prompt, start, S, others, _ = x.rows
     tokens = tuple(np.reshape(a, (-1, 1, 2)) for a in (prompt, start, *others))
     pairs, count = block_pairs(needed_blocks(tokens, S))
     assert count == expected
@@ -326,11 +355,50 @@ def test_only_pairs_of_blocks_in_which_something_is_seen_are_computed(
     assert needed <= computed and {(i, i) for i in range(7)} <= computed
 
 
+@pytest.mark.parametrize(
+    "row, expected",
+    [
+        (TWO_PROMPTS, [[0], [1], [0, 2], [0, 2, 3], [0, 3, 4], [1, 5], [6]]),
+        (([], []), [[0], [1], [2], [3], [4], [5], [6]]),  # only padding: each block sees itself
+        (([(0, 4)], [(0, 10)]), [[*range(i + 1)] for i in range(7)]),  # one completion fills a row
+        (
+            ([(0, 2), (1, 2)], [(1, 5), (0, 5)]),
+            [[0], [1], [1, 2], [1, 2, 3], [0, 1, 2, 3, 4], [0, 4, 5], [0, 4, 5, 6]],
+        ),
+    ],
+)
+def test_each_block_of_queries_lists_the_blocks_that_it_needs(
+    monkeypatch: pytest.MonkeyPatch, row: Row, expected: list[list[int]]
+) -> None:
+    monkeypatch.setitem(blocks.BLOCK, "cpu", 2)
+    x = inputs(4, 10, [row], 1, 1, 1)
+    lists = with_lists(x.rows, ONE_DEVICE).key_blocks[0]
+    for i in range(7):
+        assert {j // 2 for query in (2 * i, 2 * i + 1) for j in visible(x, 0, query)} <= {*lists[i]}
+    assert [[int(j) for j in needed if j < 7] for needed in lists] == expected
+
+
+def test_the_rows_of_all_micro_steps_have_the_same_number_of_rounds_and_it_has_few_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Blocks of 2 tokens; a completion of 2 n tokens needs n rounds."""
+    monkeypatch.setattr(blocks, "IN_ROUNDS", {"cpu"})
+    monkeypatch.setitem(blocks.BLOCK, "cpu", 2)
+
+    def rounds(*lengths: int) -> list[int]:
+        steps = [packed(0, 40, [([], [(0, n)])]) for n in lengths]
+        return [x.key_blocks.shape[2] for x in blocks.with_key_blocks(steps, 0, ONE_DEVICE)]
+
+    assert rounds(2, 10, 4) == [6, 6, 6] and rounds() == []
+    values = [1, 2, 3, 4, 6, 6, 8, 8, *[12] * 4, *[16] * 4, *[20] * 4]  # a row has 20 blocks
+    assert [rounds(2 * n) for n in range(1, 21)] == [[value] for value in values]
+
+
 # ---- The kernel's mask and blocks ----------------------------------------------------------------
 
 
 def test_the_kernel_computes_these_pairs_and_fetches_no_other_block() -> None:
-    prompt, start, S, _ = packed(4, 10, [TWO_PROMPTS])
+    prompt, start, S, *_ = packed(4, 10, [TWO_PROMPTS])
     by_query, by_key = splash._blocks_to_compute(prompt[0], start[0], S, 2)
     assert by_query.block_mask.sum() == by_key.block_mask.sum() == 13
     # A block that is skipped is not fetched: the one before it stays.
@@ -347,7 +415,7 @@ def test_a_row_that_does_not_fit_in_the_mask_is_refused() -> None:
 
 def test_the_longest_row_and_completion_fit_in_an_int32() -> None:
     """The last query of the row is the last one of its completion."""
-    prompt, start, S, _ = packed(2**16, 2**16, [([(0, 9)], [(0, 2**16 - 2**14), (0, 2**14)])])
+    prompt, start, S, *_ = packed(2**16, 2**16, [([(0, 9)], [(0, 2**16 - 2**14), (0, 2**14)])])
     query = splash._blocks_to_compute(prompt[0], start[0], S, 512)[0].q_sequence[-1]
     keys = jnp.array([0, 2**16 - 1, 2**16, 2**17 - 2**14 - 1, 2**17 - 2**14, 2**17 - 1])
     assert splash._splash_mask(S, query, keys).tolist() == [True, True, False, False, True, True]

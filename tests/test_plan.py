@@ -211,6 +211,52 @@ def test_decoding_on_a_gpu_copies_no_weight_beside_its_adapter(model: Path) -> N
     assert widths and all(width % 128 == 0 or width <= 3 * 16 for width in widths), done
 
 
+# The loops of a GPU's programs whose number of iterations the compiler does not know.
+WAITING = """
+import dataclasses, re, sys
+from config import Config
+from tools import plan
+known = plan.known_config
+def few_layers(name, revision=""):
+    model = known(name)
+    layers, gemma3 = 6 if model.gemma3 else 4, model.gemma3
+    gemma3 = gemma3 and gemma3._replace(local_layers=gemma3.local_layers[:layers])
+    return dataclasses.replace(model, num_layers=layers, gemma3=gemma3)
+plan.known_config = few_layers
+for name, program in plan.list_programs(plan.make_plan(Config.from_env({}), "h100")).items():
+    if name in ("prefill", "decode", "compute_logps_and_entropies", "micro_step"):
+        lowered = program.function.lower(*program.arguments, **program.static)
+        loops = re.findall(r" while\\(.*", lowered.compile().as_text())
+        print("loops:", name, sum("known_trip_count" not in loop for loop in loops))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not GPU_COMPILER, reason="the GPU compiler in the folder GPU_COMPILER")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"MODEL_PATH": "Qwen/Qwen2.5-0.5B"},
+        {"MODEL_PATH": "google/gemma-3-270m"},  # sliding windows
+        {"MODEL_PATH": "Qwen/Qwen2.5-0.5B", "LORA_RANK": "8", "LORA_BASE_DTYPE": "int8"},
+        {"MODEL_PATH": "Qwen/Qwen3.5-0.8B"},
+    ],
+    ids=["full", "windows", "int8", "qwen35"],
+)
+def test_a_gpu_waits_for_its_host_only_in_the_loop_over_the_tokens_of_decoding(
+    settings: dict[str, str],
+) -> None:
+    env = {"MAX_PROMPT_LENGTH": "600", "MAX_LENGTH_SAMPLE": "200", "NUM_PRE_Q": "8", "BETA": "0.1"}
+    code = WAITING.replace("from_env({})", f"from_env({env | settings})")
+    shell = os.environ | {"PYTHONPATH": f"{GPU_COMPILER}:{REPO}"}
+    for name in ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS"):
+        shell.pop(name, None)
+    done = subprocess.run([sys.executable, "-c", code], env=shell, text=True, capture_output=True)
+    waiting = dict(re.findall(r"^loops: (\w+) (\d+)$", done.stdout, re.M))
+    others = dict.fromkeys(("prefill", "compute_logps_and_entropies", "micro_step"), "0")
+    assert waiting == others | {"decode": "1"}, done.stderr
+
+
 @needs_compiler
 def test_supervised_training_has_two_programs(model: Path) -> None:
     env = SMALL | {"MODEL_PATH": str(model), "BATCH_SIZE": "8", "COMPLETION_COLUMN": "answer"}

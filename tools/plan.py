@@ -42,6 +42,7 @@ from infra.sizes import (
 )
 from model import hf
 from model.attention import map_kv
+from model.blocks import with_key_blocks
 from model.layout import devices_per_process, mesh_text
 from model.lora import read_lora
 from model.network import ComputeConfig
@@ -49,7 +50,7 @@ from model.next_token import Sampling, support_size
 from model.params import Gemma3, ModelConfig, Params, Qwen35, abstract_params, combine_params
 from model.placement import num_params, plan_compute, raise_if_too_long, rollout_mesh_text
 from optimizer import abstract_state, apply_update
-from rows import Batch, MicroBatch, RowShape, pack
+from rows import SHORT_SEQUENCES, Batch, MicroBatch, RowShape, pack
 from sampling import (
     Stopping,
     begin_decoding,
@@ -473,7 +474,17 @@ def micro_batch(plan: Plan, shape: RowShape) -> MicroBatch:
         top_mask=tokens if cfg.top_entropy_quantile < 1 else None,
         support=np.zeros((*tokens.shape, U), np.int32) if sampling.replay else None,
     )
+    count = shape.Q // SHORT_SEQUENCES
+    share = prompt_share(cfg.num_pre_q, count)
+    # Prompts that are shorter by a token end within blocks, as those of a run do.
+    S, T = plan.S - 1, cfg.max_length_sample
     row = pack(batch, [[]], shape, pad_id=0)
+    parts = [(i * S, S, i) for i in range(count // share)]
+    parts += [(shape.S + i * T, T, i // share) for i in range(count)]
+    for at, length, prompt in parts:
+        span = np.s_[0, at : at + length]
+        row.start[span], row.segment_ids[span] = at, prompt
+    [row] = with_key_blocks([row], shape.S, layout)
 
     def global_shape(x: np.ndarray) -> jax.ShapeDtypeStruct:
         shape = layout.batch_shards * len(x), *x.shape[1:]

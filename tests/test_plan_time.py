@@ -15,6 +15,7 @@ from infra.chips import CHIPS, GPUS, Chip
 from model.layout import TRAIN_BATCH_AXES, Layout
 from model.network import ComputeConfig
 from model.params import ModelConfig
+from tools.launches import count_launches
 from tools.plan import known_config
 from tools.plan_time import estimate_seconds, forward_work, rollout_work, update_work, weight_bytes
 
@@ -119,11 +120,17 @@ def marin() -> list[np.ndarray]:
     return [rollout_work(compute, step, 512, 256 * 300), update_work(compute, step, 8)]
 
 
+# The kernels and waits of a micro-step of the program that was timed, before attention was computed
+# in rounds: count_launches of its HLO (jax 0.10.2), where each loop over pairs has 39 iterations.
+BEFORE = {"Qwen2.5-0.5B": (38978, 2808), "Qwen2.5-1.5B": (50863, 3276)}
+
+
 def this_program(name: str) -> list[np.ndarray]:
     """The run of docs/speed.md: its caches have 128 places, then 256."""
+    launched = np.array([0, 0, 0, 4 * BEFORE[name][0]])
     compute, lengths = computing(named(name)), sequences(128, 256, 256, K=8)
     sampled = rollout_work(compute, lengths, 256, 128 * 192 + 16 * 256)
-    return [sampled, update_work(compute, sequences(128, 200, 256, K=8), 4)]
+    return [sampled, update_work(compute, sequences(128, 200, 256, K=8), 4) + launched]
 
 
 OURS_SMALL, OURS = this_program("Qwen2.5-0.5B"), this_program("Qwen2.5-1.5B")
@@ -153,17 +160,21 @@ ANCHORS = {
     "this program, Qwen2.5-1.5B, H100: update": ("h100", OURS[1:], 1.77),
     "this program, Qwen2.5-1.5B, H100: step": ("h100", OURS, 2.73),
 }
-# The page says why these take longer.
-LONGER = {name for name in ANCHORS if "0.5B, H100: update" in name or "0.5B, H100: step" in name}
+WAITS = {  # of four micro-steps
+    f"this program, {name}, H100: {part}": 4 * waits
+    for name, (_, waits) in BEFORE.items()
+    for part in ("update", "step")
+}
 PAGE = (REPO / "docs" / "plan_time.md").read_text()
 
 
 @pytest.mark.parametrize("name", ANCHORS)
-def test_a_published_time_is_within_its_range_or_the_page_says_why_not(name: str) -> None:
+def test_a_published_time_is_within_its_range(name: str) -> None:
     chip, works, measured = ANCHORS[name]
     chips = CHIPS | GPUS | OTHER_CHIPS
-    low, high = sum(estimate_seconds(work, chips[chip]) for work in works)
-    assert (low < measured < high) == (name not in LONGER) and low < measured
+    waiting = estimate_seconds(np.zeros(4), chips[chip], WAITS.get(name, 0))
+    low, high = sum((estimate_seconds(work, chips[chip]) for work in works), waiting)
+    assert low < measured < high
     assert high < 4 * low or name.endswith(("rollout", "update"))
     scale, unit = (1000, "ms") if measured < 0.1 else (1, "s")
     run, part = name.split(": ")
@@ -174,3 +185,35 @@ def test_a_published_time_is_within_its_range_or_the_page_says_why_not(name: str
 def test_the_page_has_no_other_times() -> None:
     rows = re.findall(r"^\| (.+?) \| (.+?) \| [\d.]+ m?s \|", PAGE, re.M)
     assert [": ".join(row) for row in rows] == [*ANCHORS]
+
+
+# ---- Launches ------------------------------------------------------------------------------------
+
+HLO = """
+%fused (a: f32[2]) -> f32[2] {
+  %a = f32[2]{0} parameter(0)
+  ROOT %b = f32[2]{0} add(%a, %a)
+}
+%layer (c: (s32[], f32[2])) -> (s32[], f32[2]) {
+  %c = (s32[], f32[2]{0}) parameter(0)
+  %d = (s32[], f32[2]{0}) while(%c), condition=%less, body=%pair
+  %e = f32[2]{0} fusion(%d), kind=kLoop, calls=%fused
+  ROOT %f = (s32[], f32[2]{0}) tuple(%d, %e)
+}
+%pair (g: (s32[], f32[2])) -> (s32[], f32[2]) {
+  %g = (s32[], f32[2]{0}) parameter(0)
+  %h = f32[2]{0} custom-call(%g), custom_call_target="__cublas$gemm"
+  ROOT %i = (s32[], f32[2]{0}) copy(%h)
+}
+ENTRY %main (j: f32[2]) -> f32[2] {
+  %j = f32[2]{0} parameter(0)
+  %k = (s32[], f32[2]{0}) while(%j), body=%layer, backend_config={"known_trip_count":{"n":"24"}}
+  ROOT %l = f32[2]{0} fusion(%k), kind=kLoop, calls=%fused
+}
+"""
+
+
+def test_the_bodies_of_loops_are_counted_as_often_as_they_run() -> None:
+    """24 layers with a fusion and a loop over 39 pairs of two kernels each; a fusion at the end."""
+    assert count_launches(HLO, 39) == (24 * (39 * 2 + 1) + 1, 24 * 39)
+    assert count_launches(HLO.replace("%less", '%less, {"known_trip_count":{"n":"3"}}'))[1] == 0

@@ -68,6 +68,7 @@ from startup import (
     open_teacher,
     with_kernel,
 )
+from tools.launches import count_launches
 from tools.plan_time import describe_time
 from update import compute_logps_and_entropies, micro_step
 
@@ -109,10 +110,11 @@ class Memory(NamedTuple):
     arguments: float
     temporaries: float  # with the outputs that do not reuse the memory of arguments
     rest: float  # the run's other arrays
+    launches: tuple[int, int] = (0, 0)  # of its kernels on a GPU, and the waits for the host
 
     @property
     def total(self) -> float:
-        return sum(self)
+        return sum(self[:3])
 
 
 def plan_and_exit(cfg: Config, flags: argparse.Namespace) -> NoReturn:
@@ -160,7 +162,7 @@ GIB = 2**30
 def print_plan(plan: Plan, flags: argparse.Namespace) -> int:
     """Prints the sizes and the layouts of the run, the memory of each program once the program is
     compiled, and if all fit the time of a step. Returns the exit code."""
-    slice_name, time_lines = flags.plan, describe_time(plan, flags)
+    slice_name, _ = flags.plan, describe_time(plan, flags)  # it raises before minutes of compiling
     print_sizes(plan, slice_name)
     print(
         "| GiB per device | arguments | temporaries | rest of run | total | fits | compiled in |\n"
@@ -190,7 +192,7 @@ def print_plan(plan: Plan, flags: argparse.Namespace) -> int:
             )
         print(f"{name} does not fit. {hint}")
     if not too_large:
-        print(*time_lines, sep="\n")
+        print(*describe_time(plan, flags, memories["micro_step"].launches), sep="\n")
     largest = max(memories, key=lambda name: memories[name].total)
     total = f"{memories[largest].total / GIB:.2f} of {limit / GIB:.4g} GiB in {largest}"
     print(f"{slice_name}: {'DOES NOT FIT' if too_large else 'fits'}, {total}")
@@ -221,7 +223,7 @@ def print_sizes(plan: Plan, slice_name: str) -> None:
 
 
 def columns(memory: Memory, limit: float) -> str:
-    numbers = " | ".join(f"{x / GIB:.2f}" for x in (*memory, memory.total))
+    numbers = " | ".join(f"{x / GIB:.2f}" for x in (*memory[:3], memory.total))
     fits = "yes" if memory.total <= 0.95 * limit else "barely"
     return f"{numbers} | {fits if memory.total <= limit else 'NO'}"
 
@@ -233,7 +235,8 @@ def measure_memory(program: Program) -> Memory:
     """The memory of the program when it is compiled for the device, or the compiler's own estimate
     if the program is too large to be compiled."""
     try:
-        stats = compile_program(program).memory_analysis()
+        compiled = compile_program(program)
+        stats = compiled.memory_analysis()
     except jax.errors.JaxRuntimeError as error:
         match = re.search(r"HLO temporaries \(([\d.]+)G\) exceeds", str(error))
         if not match:
@@ -242,7 +245,10 @@ def measure_memory(program: Program) -> Memory:
         # The compiler's number includes the arguments.
         return Memory(arguments, float(match.group(1)) * GIB - arguments, program.rest)
     outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
-    return Memory(stats.argument_size_in_bytes, stats.temp_size_in_bytes + outputs, program.rest)
+    [device, *_] = jax.tree.leaves(compiled.input_shardings)[0].device_set
+    launches = count_launches(compiled.as_text()) if device.platform == "gpu" else (0, 0)
+    temporaries = stats.temp_size_in_bytes + outputs
+    return Memory(stats.argument_size_in_bytes, temporaries, program.rest, launches)
 
 
 def compile_program(program: Program) -> jax.stages.Compiled:

@@ -32,6 +32,8 @@ Lengths = tuple[np.ndarray, np.ndarray]
 # The shares that programs reach of a chip's FLOPs, memory and links, and seconds of a small kernel.
 BEST, BEST_KERNEL_S = (0.70, 0.80, 0.80), 0.5e-6
 WORST, WORST_KERNEL_S = (0.30, 0.45, 0.35), 1.5e-6
+# A wait copies a condition to the host, which then launches the next kernel.
+BEST_WAIT_S, WORST_WAIT_S = 10e-6, 40e-6
 KERNELS = 50  # of a layer in a decoding step; compiled programs have 37 to 60
 # The delta rule in a forward of rows: float32 products are six of bfloat16 on a TPU, and about
 # twice as many as update_flops counts are computed. It reads and writes 12 float32 arrays of the
@@ -40,12 +42,14 @@ RULE_PRODUCTS, RULE_ARRAYS, RULE_KERNELS = 12, 12, 38
 STATE_PASSES = 3  # over a state in a decoding step: it is read twice, and written
 
 
-def estimate_seconds(work: np.ndarray, chip: Chip) -> np.ndarray:
-    """[2] the least and the most seconds. At best a device computes, reads and sends at once."""
+def estimate_seconds(work: np.ndarray, chip: Chip, waits: float = 0) -> np.ndarray:
+    """[2] the least and the most seconds. At best a device computes, reads and sends at once.
+    waits: how often a GPU waits for its host within a program."""
     peaks = 1e12 * chip.tflops, 1e9 * chip.hbm_gbps, 1e9 * chip.ici_gbps
     at_peak, kernels = work[:3] / peaks, work[3]
-    least = (at_peak / BEST).max() + kernels * BEST_KERNEL_S
-    return np.array([least, (at_peak / WORST).sum() + kernels * WORST_KERNEL_S])
+    launches = np.array([BEST_KERNEL_S, WORST_KERNEL_S]) * kernels
+    waiting = np.array([BEST_WAIT_S, WORST_WAIT_S]) * waits
+    return np.array([(at_peak / BEST).max(), (at_peak / WORST).sum()]) + launches + waiting
 
 
 def forward_work(compute: ComputeConfig, lengths: Lengths) -> np.ndarray:
@@ -114,8 +118,9 @@ def weight_bytes(compute: ComputeConfig) -> tuple[float, float]:
     return read, read * (1 - 1 / mesh.shape["fsdp"])
 
 
-def work_of_phases(plan: "Plan", mean: float) -> dict[str, np.ndarray]:
-    """The work of each phase of a step. mean: the tokens of a completion on average."""
+def work_of_phases(plan: "Plan", mean: float, kernels: int = 0) -> dict[str, np.ndarray]:
+    """The work of each phase of a step. mean: the tokens of a completion on average. kernels: of a
+    micro-step on a GPU."""
     cfg, sizes, training, rollout = plan.cfg, plan.sizes, plan.training, plan.rollout
     T, work = cfg.max_length_sample, {}
 
@@ -147,16 +152,22 @@ def work_of_phases(plan: "Plan", mean: float) -> dict[str, np.ndarray]:
         work["teacher"] = forward_work(plan.teacher, trained)
     # A row takes more sequences if they are shorter.
     micro_steps = cfg.num_mini_batches * np.ceil(sizes.grad_accum_steps * mean / T)
-    return work | {"update": cfg.ppo_epochs * update_work(training, trained, micro_steps)}
+    update = update_work(training, trained, micro_steps) + micro_steps * np.array(
+        [0, 0, 0, kernels]
+    )
+    return work | {"update": cfg.ppo_epochs * update}
 
 
-def describe_time(plan: "Plan", flags: argparse.Namespace) -> list[str]:
-    """The table of estimated seconds, and a line about 100 steps. Raises UserMistake."""
+def describe_time(
+    plan: "Plan", flags: argparse.Namespace, launches: tuple[int, int] = (0, 0)
+) -> list[str]:
+    """The table of estimated seconds, and a line about 100 steps. launches: from count_launches, of
+    a micro-step. Raises UserMistake."""
     T, devices = plan.cfg.max_length_sample, plan.training.layout.mesh.devices
     mean, price = flags.mean_completion or T / 2, flags.price_per_chip_hour
     if mean > T:
         raise UserMistake(f"--mean-completion={mean} is above MAX_LENGTH_SAMPLE={T}; lower it")
-    chip, work = chip_of(devices.flat[0]), work_of_phases(plan, mean)
+    chip, work = chip_of(devices.flat[0]), work_of_phases(plan, mean, launches[0])
     seconds = {name: estimate_seconds(phase, chip) for name, phase in work.items()}
     seconds["step"] = sum(seconds.values())
     source = "" if flags.mean_completion else " (half of MAX_LENGTH_SAMPLE)"
@@ -167,6 +178,8 @@ def describe_time(plan: "Plan", flags: argparse.Namespace) -> list[str]:
         lines.append(f"| {name} | {range_text(ends)} | {range_text(speeds)} |")
     hours = seconds["step"] * 100 / 3600
     cost = f", ${range_text(price * devices.size * hours)}" if price else ""
+    if launches[0]:
+        lines.append("a micro-step launches {} kernels and waits {} times".format(*launches))
     return [*lines, f"estimate of 100 steps, without compiling: {range_text(hours)} hours{cost}"]
 
 

@@ -41,13 +41,14 @@ UNROLLED_ROUNDS = 3
 
 def block_attention(q: jax.Array, kv: KV, rows: PackedRows, layout: Layout) -> jax.Array:
     q = q * q.shape[-1] ** -0.5
-    (X, t), lists = rows.segment_ids.shape, [rows.key_blocks]
+    (X, t), lists = rows.segment_ids.shape, rows.key_blocks
     block_size, in_rounds = schedule(t, layout)
-    if in_rounds and rows.key_blocks is None:  # Any query may see all keys before it.
+    if in_rounds and lists is None:  # Any query may see all keys before it.
         n = math.ceil(t / block_size)
-        lists = [np.tile(np.where(np.tri(n), np.arange(n), n).astype(np.int32), (X, 1, 1))]
-    shard = functools.partial(_blocks_shard, rows.S, layout)
-    return on_each_device(shard, q, kv, rows, layout, *lists if in_rounds else [])
+        lists = np.tile(np.where(np.tri(n), np.arange(n), n).astype(np.int32), (X, 1, 1))
+    if in_rounds:
+        rows = rows._replace(window=(lists, *rows.window))
+    return on_each_device(functools.partial(_blocks_shard, rows.S, layout), q, kv, rows, layout)
 
 
 def with_key_blocks(micro_steps: Sequence[Any], S: int, layout: Layout) -> Sequence[Any]:
@@ -86,12 +87,7 @@ def schedule(slots: int, layout: Layout) -> tuple[int, bool]:
 
 
 def on_each_device(
-    attend: Callable[..., jax.Array],
-    q: jax.Array,
-    kv: KV,
-    rows: PackedRows,
-    layout: Layout,
-    *lists: jax.Array | np.ndarray,
+    attend: Callable[..., jax.Array], q: jax.Array, kv: KV, rows: PackedRows, layout: Layout
 ) -> jax.Array:
     """What attend computes of the rows and heads of each device: [X, t, H*h]. Rows are sharded
     over the batch axes, and heads over tp if it is not one of them. q: [X, t, H, h].
@@ -102,16 +98,15 @@ def on_each_device(
     k, v = kv.k.swapaxes(2, 3), kv.v  # [X, N, t, h]
     if head_axis and k.shape[1] % layout.mesh.shape["tp"]:  # each query head gets its kv head
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[1], axis=1) for x in (k, v))
-    of_tokens = rows.segment_ids, rows.start, *lists, *rows.window
     batch, head_spec = PartitionSpec(layout.batch_axes), PartitionSpec(layout.batch_axes, head_axis)
     shard = jax.shard_map(
         attend,
         mesh=layout.mesh,
-        in_specs=(head_spec, head_spec, head_spec, *[batch for _ in of_tokens]),
+        in_specs=(head_spec, head_spec, head_spec, batch, batch, *[batch for _ in rows.window]),
         out_specs=PartitionSpec(layout.batch_axes, None, head_axis),
         check_vma=False,
     )
-    return shard(q.swapaxes(1, 2), k, v, *of_tokens)
+    return shard(q.swapaxes(1, 2), k, v, rows.segment_ids, rows.start, *rows.window)
 
 
 # ---- Blocks of queries and keys ------------------------------------------------------------------
@@ -179,11 +174,7 @@ def _forward(
         new_max = jnp.maximum(max_score, scores.max(axis=-1))
         weights, scale = jnp.exp(scores - new_max[..., None]), jnp.exp(max_score - new_max)
         new_values = multiply("xnmqk,xnkh->xnmqh", weights.astype(q.dtype), _take(v, j))
-        new = (
-            new_max,
-            total * scale + weights.sum(axis=-1),
-            values * scale[..., None] + new_values,
-        )
+        new = new_max, total * scale + weights.sum(axis=-1), values * scale[..., None] + new_values
         return new if i is ... else tuple(x.at[i].set(y) for x, y in zip(carry, new, strict=True))
 
     zeros = jnp.zeros(q.shape[:-1], jnp.float32)
@@ -230,8 +221,10 @@ def _run(steps: Any, step: Callable[..., Any], carry: Any) -> Any:
     return jax.lax.scan(lambda x, j: (step(x, ..., j), None), carry, rounds, unroll=unroll)[0]
 
 
-def _take(x: jax.Array, j: jax.Array) -> jax.Array:
-    return x[j] if j.ndim == 0 else x.at[j].get(mode="clip")
+def _take(x: jax.Array, j: jax.Array, fill: int | None = None) -> jax.Array:
+    """The block or blocks j of x; for one that does not exist, `fill` or some other block."""
+    mode = "clip" if fill is None else "fill"
+    return x[j] if j.ndim == 0 else x.at[j].get(mode=mode, fill_value=fill)
 
 
 def _add(x: jax.Array, at: Any, y: jax.Array) -> jax.Array:
@@ -252,14 +245,10 @@ def _scores(
     """The masked scores of block i of queries and block j of keys, which may be none: [X, N, H/N,
     block_size, block_size] float32."""
     queries = [x[i][:, None, None, :, None] for x in tokens]
-    keys = [x[j] if j.ndim == 0 else _fill(x, j) for x in tokens]
-    mask = visible(queries, [x[:, None, None, None, :] for x in keys], S)
-    return jnp.where(mask, multiply("xnmqh,xnkh->xnmqk", q[i], _take(k, j)), MASKED)
-
-
-def _fill(x: jax.Array, j: jax.Array) -> jax.Array:
-    """The blocks j of x. Where j is no block, its keys are of no prompt."""
-    return x.at[j].get(mode="fill", fill_value=ALL_POSITIONS)
+    # The keys of a block that does not exist are of no prompt.
+    keys = [_take(x, j, fill=ALL_POSITIONS)[:, None, None, None, :] for x in tokens]
+    scores = multiply("xnmqh,xnkh->xnmqk", q[i], _take(k, j))
+    return jnp.where(visible(queries, keys, S), scores, MASKED)
 
 
 def block_pairs(needed: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -291,8 +291,13 @@ def test_packed_rows_equal_one_unpadded_forward(model: str, share: int) -> None:
     np.testing.assert_allclose(hidden, unpadded(model) * COUNTS[..., None], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("model", ["all", "gemma3"])
-def test_long_rows_are_computed_in_blocks(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+def test_long_rows_are_computed_in_blocks(
+    monkeypatch: pytest.MonkeyPatch, model: str, platform: str
+) -> None:
+    """With the schedule of this platform."""
+    monkeypatch.setattr("model.blocks.IN_ROUNDS", {"cpu"} if platform == "gpu" else set())
     rows, blocks = packed(3), Mock(wraps=block_attention)
     monkeypatch.setattr("model.network.SHORT_TOKENS", rows[0].shape[1] - 1)
     monkeypatch.setattr("model.network.block_attention", blocks)

@@ -244,7 +244,6 @@ def policy_loss(
         kl = _kl(objective, jnp.where(mask, ref_logps - logps, 0.0), ratio)  # [B, T]
         metrics["kl"] = token_mean(kl)
         loss = loss + objective.beta * kl
-
     divisor = _divisor(objective, num_tokens, num_sequences, sequence_tokens)
     loss = jnp.where(mask, loss / divisor, 0.0).sum()
     if objective.entropy_coef > 0:

@@ -40,7 +40,7 @@ FIXED_DATE = (
 )
 SENTINEL = "A text that is nowhere else."
 # Tags around thoughts, which a chat template may write before an answer that has none.
-THINK_TAGS = re.compile(r"[<\[]/?[\w:|]*think[\w:|]*[>\]]", re.IGNORECASE)
+THINK_TAGS = re.compile(r"[<\[]/?[\w:|]*(?:think|thought|reason)[\w:|]*[>\]]", re.IGNORECASE)
 _TAIL = 16  # A tag and the white space after it have fewer tokens than this.
 SUFFIXES = (".jsonl", ".json", ".parquet")
 # DATASET_CONFIG, if it is empty, of hub datasets with several configurations and no default.
@@ -111,6 +111,11 @@ def load_examples(
     if 0 < sum("prompts" in example_texts for example_texts in texts) < len(texts):
         reason = "some questions are texts and others lists of messages; write all in the same form"
         raise UserMistake(f"DATASET={dataset}, split {split!r}: {reason}")
+    if not needs_answers and answer not in (None, "answer"):
+        if all(find_column(example, answer) is None for example in examples):
+            columns = ", ".join(dict.fromkeys(name for example in examples for name in example))
+            reason = f"no example of split {split!r} has it; its columns are {columns}"
+            raise UserMistake(f"DATASET={dataset}, ANSWER_COLUMN={answer}: {reason}")
     if any("answer" in example_texts for example_texts in texts):
         for example_texts in texts:
             example_texts.setdefault("answer", None)
@@ -601,7 +606,9 @@ def missing_header(chat_format: ChatFormat) -> str:
         return ""
     before, is_written, _ = text.partition(SENTINEL)
     header = before[len(os.path.commonprefix([before, prompt])) :] if is_written else ""
-    return THINK_TAGS.sub("", header).strip()
+    header = THINK_TAGS.sub("", header).strip()
+    # A template may write the last question of a prompt in another way.
+    return "" if prompt.rstrip().endswith(header) else header
 
 
 def open_think_tag(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase") -> str:

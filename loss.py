@@ -18,7 +18,7 @@ import numpy as np
 
 STD_EPS = 1e-4  # as in TRL
 MEAN_EPS = 1e-6  # of maxrl
-EQUAL_REWARDS = 1e-6  # the differences, relative to the largest |reward|, that are rounding
+EQUAL_REWARDS = 1e-6  # differences, relative to the largest |reward|, that are rounding
 SAPO_TAU_POSITIVE, SAPO_TAU_NEGATIVE = 1.0, 1.05  # as in the paper
 VESPO_FLOOR, VESPO_MAX_NATS = 1e-8, 20.0  # limits of w and of its logarithm, as in TRL
 DPPO_FLOOR = 1e-8  # added to 1 - p, whose logarithm is then finite, as in verl
@@ -105,9 +105,9 @@ def equal_groups(rewards: np.ndarray, num_pre_q: int) -> np.ndarray:
 
 def _differ(groups: np.ndarray) -> np.ndarray:
     """[P, 1, ...] bool: whether the rewards of groups [P, K, ...] differ by more than rounding: the
-    mean of three 0.7 is not 0.7 in binary, and 0.1 + 0.2 is not 0.3. NaN is ignored."""
+    mean of three 0.7 is not 0.7 in binary, and 0.3 - 0.1 - 0.2 is not 0. NaN is ignored."""
     low, high = (f.reduce(groups, axis=1, keepdims=True) for f in (np.fmin, np.fmax))
-    return high - low > EQUAL_REWARDS * np.fmax(abs(low), abs(high))
+    return high - low > EQUAL_REWARDS * np.fmax(abs(low), abs(high)) + 1e-12
 
 
 def _centered(groups: np.ndarray) -> np.ndarray:

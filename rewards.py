@@ -114,7 +114,7 @@ _OPTION = re.compile(
     ([\s(\[{（*_$"'`]+)? (?P<letter>([A-Ja-j])|[A-Za-z]) (?(1)[*_$"'`]*+) (?:
       (?(1)(?:\s?[)\]}）*_$"'`])*+) [.:)\]。：）]?\s*
     | (?(3)|(?!)) (?:[)\]}）] | (?P<mark>[:：、]|\.(?![A-Za-z])))
-      (?!.*[\s(*$][A-Z](?:[):.*$]|\Z)) [)\]}）*_$\s]*+ (?![+/=^<>,]|-\s)
+      (?!\s*or\b|.*[\s(*$][A-Z](?:[):]|\.\s)) [)\]}）*_$\s]*+ (?![+/=^<>,]|-\s)
       (?:(?(mark)(?P<words>[^\W\d_].*)) | .+)
     )
     """,
@@ -333,9 +333,9 @@ def total_rewards(
     columns: lists with a value for each completion. weights: [functions]. completions_per_prompt:
     consecutive completions are a group; None: all of them are. A reward is NaN where the function
     does not apply. A total is the weighted sum over the functions with a reward for at least half
-    of the group. It is NaN where no such function applies, or where one of them with a weight other
-    than 0 does not: it could not be compared with the other totals. TRL adds what there is, so that
-    a completion without a verdict counts like a wrong one.
+    of the group; functions of weight 0 only measure. It is NaN where no such function applies, or
+    where one of them does not: it could not be compared with the other totals. TRL adds what there
+    is, so that a completion without a verdict counts like a wrong one.
     Raises UserMistake if a returned list is wrong.
     """
     function_rewards = np.full((len(completions), len(functions)), np.nan)
@@ -345,10 +345,12 @@ def total_rewards(
     applies, K = ~np.isnan(function_rewards), completions_per_prompt or len(completions)
     groups = applies.reshape(len(completions) // K, K, len(functions))
     counts = (2 * groups.sum(axis=1) >= K).repeat(K, axis=0)  # [completions, functions]
-    is_incomplete = (counts & ~applies & (np.asarray(weights) != 0)).any(axis=1)  # [completions]
+    weighted = np.asarray(weights, float)  # [functions]
+    is_incomplete = (counts & ~applies & (weighted != 0)).any(axis=1)  # [completions]
     applies &= counts
-    totals = np.where(applies, function_rewards * np.asarray(weights, float), 0.0).sum(axis=1)
-    return np.where(applies.any(axis=1) & ~is_incomplete, totals, np.nan), function_rewards
+    has_total = (applies & ((weighted != 0) | ~weighted.any())).any(axis=1) & ~is_incomplete
+    totals = np.where(applies, function_rewards * weighted, 0.0).sum(axis=1)
+    return np.where(has_total, totals, np.nan), function_rewards
 
 
 def reward_entries(reward_fn: str) -> list[str]:

@@ -41,7 +41,7 @@ from infra.log import (
     replace_file,
     run_state,
 )
-from infra.mistakes import UserMistake, exit_with_mistakes, in_one_line, writing
+from infra.mistakes import UserMistake, exit_with_mistakes, in_one_line, reading, writing
 from infra.resume import RUN
 from infra.settings import yaml_lines
 from metrics import completion_facts
@@ -77,7 +77,8 @@ def read_history(out: Path) -> History:
     steps = [record for record in records if LOSS in record]
     evals = [record for record in records if EVAL_ACCURACY in record]
     file = out / RUN
-    run_json = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    with reading(f"{file} is damaged"):
+        run_json = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return History(settings, records, steps, evals, *run_state(out), run_json)
 
 
@@ -114,7 +115,7 @@ RULES = {
     ),
     "few_scored": (
         "So few held-out completions have a score of the first reward function that the accuracy "
-        "cannot be judged. Check this function."
+        "cannot be judged. Check this function, or raise EVAL_PROMPTS."
     ),
     "all_truncated": (
         "Nearly all completions are cut off before they end. Raise MAX_LENGTH_SAMPLE or, if they "
@@ -242,10 +243,13 @@ def triggered_rules(history: History) -> list[str]:
 
 
 def has_few_scores(records: Sequence[Record], prefix: str) -> bool:
-    """Whether in the newest evaluation at most half of the completions have a score, which are
-    those of less than WINDOW questions. prefix: eval, or eval_full."""
+    """Whether in the newest evaluation a single question has a score, or at most half of the
+    completions, those of less than WINDOW questions. prefix: eval, or eval_full."""
     last = (records_with(records, f"{prefix}/accuracy")[-1:] or [{}])[0]
     share = last.get(f"{prefix}/{SCORED}", 1)
+    accuracy, error = value_and_error([last], f"{prefix}/accuracy")
+    if f"{prefix}/accuracy_se" in last and math.isnan(error) and not math.isnan(accuracy):
+        return True
     return share <= 0.5 and share * last[f"{prefix}/questions_global"] < WINDOW
 
 

@@ -12,6 +12,7 @@ and so on. Tokens that the policy has sampled are never decoded and tokenized ag
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import re
@@ -125,13 +126,18 @@ class Environments:
         if not texts:
             return None
         role = "tool" if self.chat_format.tools else "user"
-        contents = [self._special_token.sub(data.SENTINEL, text) for text in texts]
+        tokens, numbers = self._special_token.findall("\n".join(texts)), itertools.count()
+        contents = [
+            self._special_token.sub(lambda _: f"{data.SENTINEL}{next(numbers)};", text)
+            for text in texts
+        ]
         _, message = self._text_after_answer([{"role": role, "content": x} for x in contents])
         encode = functools.partial(self.chat_format.tokenizer, add_special_tokens=False)
-        first, *parts = message.split(data.SENTINEL)
+        first, *parts = re.split(rf"{re.escape(data.SENTINEL)}(\d+);", message)
         ids = encode(first)["input_ids"]
-        for token, part in zip(self._special_token.findall("\n".join(texts)), parts, strict=True):
-            ids += encode(token, split_special_tokens=True)["input_ids"] + encode(part)["input_ids"]
+        for number, part in zip(parts[::2], parts[1::2], strict=True):
+            ids += encode(tokens[int(number)], split_special_tokens=True)["input_ids"]
+            ids += encode(part)["input_ids"]
         return ids
 
     def get_reward(
@@ -188,7 +194,8 @@ class Environments:
             text = self._render([{"role": "assistant", "content": "", "tool_calls": [call]}])
         except UserMistake:  # no run renders such a message
             text = start
-        written = text.removeprefix(os.path.commonprefix([text, start]))
+        same = re.sub(r"<[^<>]*\Z", "", os.path.commonprefix([text, start]))  # whole tags
+        written = text.removeprefix(same)
         written = written if "f_of_x" in written else ""
         form = FORM_OF_CALL.search(written or start) if "<tool_call>" in start else None
         calls = [parse_call(x) for x in tool_calls(written)] if form else []

@@ -31,7 +31,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SILENCE_S = 30  # a process that is silent for so many seconds counts as dead
 # The number of processes, as jax, MaxText, MPIs, torchrun, Horovod and SkyPilot call it.
 COUNTS = """JAX_NUM_PROCESSES JAX_PROCESS_COUNT NNODES OMPI_COMM_WORLD_SIZE PMI_SIZE
-    MV2_COMM_WORLD_SIZE WORLD_SIZE HOROVOD_SIZE SKYPILOT_NUM_NODES""".split()
+    MV2_COMM_WORLD_SIZE WORLD_SIZE LOCAL_WORLD_SIZE HOROVOD_SIZE FLUX_JOB_SIZE JSM_NAMESPACE_SIZE
+    SKYPILOT_NUM_NODES""".split()
 
 # ---- Joining -------------------------------------------------------------------------------------
 

@@ -434,7 +434,7 @@ def parse_call(call: str) -> tuple[Any, Any]:
 def _cast(name: str, value: object, schema: dict[str, Any]) -> object:
     """The value of a tool's argument as its annotated type. A model may write 2.0 or "2" for 2,
     "False" for a bool, and 12345 for a text. Raises TypeError for a value of another type."""
-    wanted = schema.get("type") or []
+    wanted = schema.get("type") or [x.get("type", "any") for x in schema.get("anyOf", ())]
     wanted = [wanted] if isinstance(wanted, str) else [*wanted]
     wanted += ["null"] * bool(schema.get("nullable"))
     for form in _forms_of(value) if wanted else ():
@@ -451,7 +451,7 @@ def _forms_of(value: Any) -> Iterator[Any]:
     """The value, what it reads as if it is a text, the integer that it equals, and its text."""
     forms = [value]
     for read in (json.loads, ast.literal_eval) if isinstance(value, str) else ():
-        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+        with contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             forms.append(read(value))
     yield from forms
     yield from (int(form) for form in forms if isinstance(form, float) and form.is_integer())

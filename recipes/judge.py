@@ -75,7 +75,7 @@ def parse_score(text: str) -> float | None:
     """X of the last "Score: X", or of a text that is only X, from 0 to 1. X may be 8/10 or 8 out of
     10. Thoughts do not count."""
     verdict = re.sub(r"(?s)^.*</think>|<think>.*", "", text)
-    ends = re.findall(r"(?i)score[\s*]*:(.*)", verdict) or [verdict]
+    ends = re.findall(r"(?i)score[\s*]*:\s*(.*)", verdict) or [verdict]
     number = r"[\s*]*(\d{1,4}(?:\.\d+)?|\.\d+)[\s*]*"
     score = re.fullmatch(rf"{number}(?:(?:/|out of){number})?[\s*.]*", ends[-1])
     x, most = (float(part or 1) for part in score.groups()) if score else (0.0, 0.0)

@@ -60,6 +60,7 @@ def advantages_of(function_rewards: np.ndarray, weights: Any, K: int, how: str) 
         ([-1e6, -1e6 - 0.9], 2, "none", [0, 0]),
         ([-1e6, -1e6 - 1.1], 2, "none", [0.55, -0.55]),
         ([0.7 + 0.2 + 0.1, 1, 1, 0.9999], 4, "none", [*[2.5e-5] * 3, -7.5e-5]),
+        ([0.3 - 0.1 - 0.2, 0, 0], 3, "group", [0, 0, 0]),
         ([1e-9, 0], 2, "none", [5e-10, -5e-10]),
         ([1e30, 0], 2, "group", [0.5**0.5, -(0.5**0.5)]),  # the largest reward that is not refused
         ([0.7] * 6, 3, "reinforce", [0] * 6),

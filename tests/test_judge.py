@@ -204,6 +204,7 @@ ANSWERS = {
     "Score: .5": 0.5,
     "I cannot judge this.": None,
     "Score: 8/10": 0.8,
+    "Score:\n8/10": 0.8,
     "Score: 1/10": 0.1,
     "**Score: 7.5 / 10**": 0.75,
     "Final score: **4** out of 5.": 0.8,

@@ -171,6 +171,8 @@ def test_only_a_reward_that_reads_answers_needs_them(
     else:
         [prompt, *_] = set_up(Config.from_env(env)).train_prompts
         assert "answer" not in prompt.columns
+        words = "ANSWER_COLUMN=ansver: no example of split 'train' has it; its columns are question"
+        assert words in mistake_of(**env | {"ANSWER_COLUMN": "ansver"})
 
 
 def told(capsys: pytest.CaptureFixture[str], words: str, **env: str) -> list[str]:

@@ -259,7 +259,8 @@ def test_exact_match_is_for_letters_and_words_and_gives_0_without_an_answer() ->
 
 OPTIONS = (
     r"(B);**B**;$B$;\text{B};B) 42;B: 42;B. 42;(b);[B];`B`;B);(B).;B. Paris;(B) -5;**(B)** 42;{B};"
-    r"**B.** 42;**B) 42**;$\textbf{(B)}$;\textbf{(B) } 42;\(B\);( B );（Ｂ）;Ｂ：42;B、巴黎;B．42"
+    r"**B.** 42;**B) 42**;$\textbf{(B)}$;\textbf{(B) } 42;\(B\);( B );（Ｂ）;Ｂ：42;B、巴黎;B．42;"
+    "B) Plan A;(B) vitamin A;B) Both A and D;B) $A$"
 ).split(";")
 
 
@@ -393,7 +394,9 @@ TOTALS = [  # of groups of four: the scores of two functions, the weights, the t
     # A function of weight 0 only measures.
     ([1, 0, None, 1], [None, 1, 1, 1], [1, 0], [1, 0, None, 1]),
     ([None, 1, 1, 1], [0, 1, 0, 1], [0, 2], [0, 2, 0, 2]),
-    # No function is left.
+    # No function is left; one of weight 0 is none.
+    ([1, None, None, None], [1, 1, 1, 1], [1, 0], [None] * 4),
+    ([1, 0, None, 1], [1, 1, 1, 1], [0, 0], [0] * 4),
     ([1, None, None, None], [None] * 4, [1, 1], [None] * 4),
 ]
 

@@ -100,6 +100,7 @@ SICK = [
     ("no_accuracy", history(FLAT | {RIGHT: NAN}, n=60)),
     ("no_accuracy", history({}, evals=[(0, 0.4, 0.02), (20, NAN, NAN)])),
     ("few_scored", history({}, evals=[(0, 0.4, 0.02), (20, 1.0, NAN, 1 / 500)])),
+    ("few_scored", history({}, evals=[(0, 0.4, 0.02), (20, 1.0, NAN)])),
     ("few_scored", history({}, n=1, evals=[(0, 0.7, 0.2, 9 / 500)])),
     ("all_truncated", history({CUT: 0.9})),
     ("entropy_collapsed", history({ENTROPY: change(1, 0.099), RIGHT: change(0.4, 0.69)})),

@@ -71,7 +71,7 @@ def test_two_processes_and_then_one_learn_and_write_what_one_process_does(tmp_pa
     assert max(step["train-other/dynamic_sampling/rounds"] for step in (first, second)) == 2
     assert "train-other/support/cut_tokens" in first
     evaluated = measured(alone)[0]
-    assert 0 < evaluated["eval/pass_at_1"] < evaluated["eval/pass_at_4"]
+    assert 0 < evaluated["eval/accuracy/pass_at_1"] < evaluated["eval/accuracy/pass_at_4"]
     for name in ("eval/turns", "train-turns"):
         of_each = [
             record[f"{name}/number"] for record in measured(alone) if f"{name}/number" in record

@@ -209,7 +209,6 @@ def test_a_column_that_another_replaces_is_named_unless_both_are_the_same(
         (rows, "problem", None, ["question"]),
         (asked, "prompt", "final", []),
         (rows, "question", "answer", []),
-        (rows, "question", "nowhere", []),
     ):
         file = str(write(tmp_path / "sums.jsonl", examples))
         columns = {"question": question, "answer": answer}

@@ -461,7 +461,7 @@ def test_the_end_of_an_answer_by_the_chat_template_is_a_stop_token_and_a_line_sa
     run = set_up(Config.from_env(env | tools))
     digest = hashlib.sha256(named["tool_use"].encode()).hexdigest()
     assert result_fingerprint(run)["the chat template"] == digest[:12]
-    assert "SYSTEM_PROMPT" not in capsys.readouterr().out, "the template for tools has the role"
+    assert note not in capsys.readouterr().out, "the template for tools has the role"
 
 
 # ---- The export ----------------------------------------------------------------------------------

@@ -233,7 +233,7 @@ def test_a_score_is_a_number_or_x_of_y_alone_in_its_line_and_the_rest_is_none_an
         scores = judge([*ANSWERS], **columns(len(ANSWERS)))
         assert dict(zip(ANSWERS, scores, strict=True)) == ANSWERS
         line = (
-            "judge: no score for 17 of 34, such as '<think>\\nScore: 1\\n</think> It is wrong.'\n"
+            "judge: no score for 17 of 35, such as '<think>\\nScore: 1\\n</think> It is wrong.'\n"
         )
         assert capfd.readouterr() == ("", line)
         assert judge([*ANSWERS], **columns(len(ANSWERS))) == scores  # None is in the cache, too

@@ -307,15 +307,16 @@ class StopSignal:
         threading.Thread(target=self._wait, args=[pipe, grace_s], daemon=True).start()
 
     def _wait(self, pipe: int, grace_s: int) -> None:
-        self._number = _next_signal(pipe)
-        arrived, code = time.monotonic(), 128 + self._number
-        if self._number == signal.SIGHUP:  # the terminal is gone: writing to it would end the run
+        number = _next_signal(pipe)
+        arrived, code = time.monotonic(), 128 + number
+        if number == signal.SIGHUP:  # the terminal is gone: writing to it would end the run
             for stream in (1, 2):
                 if stat.S_ISCHR(os.fstat(stream).st_mode):
                     os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        self._number = number  # from here on the main thread stops, and prints
         message = f"error: PREEMPTION_GRACE_S={grace_s} seconds are over; nothing more is saved"
         end_after(max(1, grace_s - 1), code, message)
-        name = signal.Signals(self._number).name
+        name = signal.Signals(number).name
         with contextlib.suppress(OSError):  # the disk is full, or the pipe is closed
             print(f"{name}: stopping at the next point where the run can be saved", flush=True)
         while time.monotonic() < arrived + 0.5:  # a wrapper may repeat the terminal's Ctrl-C

@@ -103,7 +103,7 @@ def test_the_example_of_the_docs_is_a_reward_function(tmp_path: Path) -> None:
     with closing(*workers.values()):
         completions = ["<think>3 * 4</think>\n<answer>12.5</answer>", "14", "?", "<answer>9"]
         columns = {"answer": ["#### 12", "3 and #### 12", "#### 12", "no number"]}
-        totals, _ = total_rewards(completions, columns, functions, [1.0, 0.5])
+        totals, _ = total_rewards(completions, columns, functions, [1.0, 0.5], 1)
     assert totals.tolist() == [1.5, 0.0, 0.0, 0.0]
 
 

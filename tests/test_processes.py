@@ -193,12 +193,19 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 2**28)  # minutes
 """
 
 
+def heed_hangup() -> None:
+    """For a child of tests that nohup has started, or that a library has made deaf."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
+
+
 def start_watching(grace_s: int, ignored: str = "") -> subprocess.Popen:
     """ignored: signals that the process is started to ignore, such as "INT HUP"."""
     command, pipe = [sys.executable, "-c", WATCHING, str(grace_s)], subprocess.PIPE
     if ignored:
         command = ["sh", "-c", f"trap '' {ignored}; exec \"$@\"", "sh", *command]
-    process = subprocess.Popen(command, cwd=REPO, bufsize=0, stdout=pipe, stderr=pipe)
+    options = {"cwd": REPO, "bufsize": 0, "preexec_fn": heed_hangup}
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, **options)
     wait_for(process, "^watching")
     return process
 
@@ -272,7 +279,8 @@ def test_a_run_whose_terminal_is_gone_stops_without_an_error_of_its_log() -> Non
     terminal, stream = os.openpty()
     command = [sys.executable, "-c", ON_A_TERMINAL]
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), stream)
-    process = subprocess.Popen(command, cwd=REPO, start_new_session=True, **streams)
+    options = {"cwd": REPO, "start_new_session": True, "preexec_fn": heed_hangup}
+    process = subprocess.Popen(command, **options, **streams)
     os.close(stream)
     seen = b""
     while b"watching" not in seen:

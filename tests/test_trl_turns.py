@@ -227,7 +227,7 @@ GAME = [
     ([call("move", source="0", target=2, number="3"), "No."], [["move", 0, 2, 3]]),
     (["<think>\nI could " + call("look", box=0) + "\n</think>\n\nNo."], []),
     (["<think>\nI could " + call("look", box=0)], []),
-    (['<tool_call>{"name": "look", "arguments": {"box": 1}}'], []),
+    (['<tool_call>{"name": "look", "arguments": {"box": 1}'], []),
 ]
 
 

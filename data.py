@@ -10,52 +10,25 @@ import contextlib
 import functools
 import json
 import math
-import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import jinja2
-import jinja2.meta
 import numpy as np
 
+from chat import ChatFormat, Example, Message, checked_chats, read_messages
 from infra.log import progress_bar
 from infra.mistakes import UserMistake, reading
 from infra.settings import read_text
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-# A chat template that prints today's date prints this date, because prompts must not change at
-# midnight. It is the date that Llama 3.2's template prints by default.
-DATE = datetime(2024, 7, 26)
-DATE_CODES = ("%-d", "%-m", *(f"%{letter}" for letter in "aAbBdmyYHMSpj"))
-# Prepended to a template, it replaces the function that returns today's date.
-FIXED_DATE = (
-    "{% macro strftime_now(format) %}{{ format"
-    + "".join(f" | replace('{code}', '{DATE.strftime(code)}')" for code in DATE_CODES)
-    + " }}{% endmacro %}\n"
-)
-SENTINEL = "A text that is nowhere else."
-# Tags around thoughts, which a chat template may write before an answer that has none.
-THINK_TAGS = re.compile(r"[<\[]/?[\w:|]*(?:think|thought|reason)[\w:|]*[>\]]", re.IGNORECASE)
-_TAIL = 16  # A tag and the white space after it have fewer tokens than this.
 SUFFIXES = (".jsonl", ".json", ".parquet")
 # DATASET_CONFIG, if it is empty, of hub datasets with several configurations and no default.
 HUB_CONFIGS = {"openai/gsm8k": "main"}
 REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "environments", "trainer_state")
-# The arguments and functions that transformers and this file give to every chat template.
-GIVEN_TO_TEMPLATES = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception")
-GIVEN_TO_TEMPLATES += ("strftime_now",)
 BATCH = 1000  # examples that are rendered and tokenized at once; each needs about 40 kB for it
 HELD_OUT = 0.1  # fraction of a single file that is held out for evaluation
 OBJECT = 'JSON object such as {"question": "1 + 1?", "answer": "2"}'
-
-
-Example = dict[str, Any]  # the columns of an example: any values of JSON
-Message = dict[str, Any]  # of a chat: `role` and `content` are texts
 
 
 class Prompt(NamedTuple):
@@ -278,34 +251,6 @@ def as_messages(value: object) -> list | None:
     return value if isinstance(value, list) else None
 
 
-def read_messages(value: list, source: str) -> list[Message]:
-    """Messages as chat templates take them. Calls of tools need no content. Raises
-    UserMistake if another message has no text as its content, or one has none as its role."""
-    messages = []
-    for number, message in enumerate(value, start=1):
-        # Values that JSON lacks, such as times, become texts.
-        copy = json.loads(json.dumps(message, default=str), object_hook=clean_fields)
-        fields = copy if isinstance(copy, dict) else {}
-        if fields.get("tool_calls"):
-            fields = {"content": ""} | fields
-        if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
-            example = '{"role": "user", "content": "a text"}'
-            raise UserMistake(f"{source}: message {number} is {message!r:.80}, and not {example}")
-        messages.append(fields)
-    return messages
-
-
-def clean_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a message, or of a part of it, without those that are null: Arrow adds
-    them where others have a field. The arguments of a call, which OpenAI writes as a text of JSON,
-    become what this text holds."""
-    fields = {name: x for name, x in fields.items() if x is not None}
-    if "name" in fields and isinstance(arguments := fields.get("arguments"), str):
-        with contextlib.suppress(ValueError):  # a template may take any text
-            fields["arguments"] = json.loads(arguments)
-    return fields
-
-
 def read_question(value: list, source: str) -> Example:
     """A list of messages as the `prompts` and the `question` of an example. Raises
     UserMistake if it is no such list, or if its last message is not a question of the user."""
@@ -399,89 +344,6 @@ def _read_lines(file: Path) -> Iterator[str]:
 # ---- Prompts -------------------------------------------------------------------------------------
 
 
-class ChatFormat(NamedTuple):
-    """What stands around a question in a prompt: messages, and the text of the chat template."""
-
-    tokenizer: "PreTrainedTokenizerBase"
-    opening: list[Message]  # the messages before each question, from SYSTEM_PROMPT
-    default_opening: Sequence[Message] = ()  # of a text, if `opening` is empty
-    tools: Sequence[dict[str, Any]] = ()  # their descriptions
-    kwargs: Mapping[str, Any] = {}  # more arguments of the template: CHAT_TEMPLATE_KWARGS
-
-    def template(self) -> str:
-        """The chat template, which is the one for tools if there are tools and several templates.
-        Raises ValueError if none of several is the default."""
-        return self.tokenizer.get_chat_template(tools=[*self.tools] or None)
-
-    def messages_of(self, example: Example) -> list[Message]:
-        """The opening, and the question or the messages of the example. A system message of the
-        example replaces the one of the opening."""
-        messages = example.get("prompts")
-        if not messages:
-            question = {"role": "user", "content": example["question"]}
-            return [*(self.opening or self.default_opening), question]
-        if has_system_message(example):
-            turns = [message for message in self.opening if message["role"] != "system"]
-            return [messages[0], *turns, *messages[1:]]
-        return [*self.opening, *messages]
-
-    def render(self, chats: list[list[Message]], add_generation_prompt: bool = True) -> list[str]:
-        """The text of each list of messages, with the same date on every day.
-
-        add_generation_prompt: the text ends where the assistant begins to speak.
-        Raises UserMistake if the template fails.
-        """
-        roles = ", ".join(message["role"] for message in chats[0])
-        arguments = f" and CHAT_TEMPLATE_KWARGS={json.dumps(self.kwargs)}" if self.kwargs else ""
-        reason = f"its chat template fails on messages of {roles}{arguments}"
-        with reading(f"MODEL_PATH (or CHAT_TEMPLATE): {reason}"):
-            return self.tokenizer.apply_chat_template(
-                chats,
-                tools=[*self.tools] or None,
-                chat_template=FIXED_DATE + self.template(),
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **self.kwargs,
-            )
-
-    def arguments(self) -> set[str]:
-        """The arguments that the chat template reads, but for those that every run sets."""
-        # The tags around what the assistant says are an extension of transformers.
-        source = re.sub(r"\{%-?\s*(?:end)?generation\s*-?%\}", "", self.template())
-        environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
-        names = jinja2.meta.find_undeclared_variables(environment.parse(source))
-        return names - {
-            *GIVEN_TO_TEMPLATES,
-            *environment.globals,
-            *self.tokenizer.special_tokens_map,
-        }
-
-
-def has_system_message(example: Example) -> bool:
-    messages = example.get("prompts")
-    return bool(messages) and messages[0]["role"] == "system"
-
-
-def read_opening(setting: str) -> list[Message]:
-    """The messages of SYSTEM_PROMPT; none if it is empty. Raises UserMistake.
-
-    The name of a .json file gives that file's messages, and that of a text file (*.txt, *.md,
-    *.jinja, or any existing file) a system message with its text. Other values are the text."""
-    is_file = os.path.isfile(setting) or re.fullmatch(r"\S+\.(txt|md|jinja|json)", setting)
-    text = read_text(setting, "SYSTEM_PROMPT") if is_file else setting
-    if not is_file or not setting.endswith(".json"):
-        return [{"role": "system", "content": text}] if text else []
-    with reading(f"SYSTEM_PROMPT={setting} is not JSON"):
-        messages = json.loads(text)
-    if not isinstance(messages, list) or not messages:
-        raise UserMistake(f"SYSTEM_PROMPT={setting} is not a JSON list of messages")
-    messages = read_messages(messages, f"SYSTEM_PROMPT={setting}")
-    if messages[-1]["role"] == "user":
-        reason = "the last message is the user's, and the question of an example follows it"
-        raise UserMistake(f"SYSTEM_PROMPT={setting}: {reason}; add the assistant's answer")
-    return messages
-
-
 def build_prompts(
     examples: list[Example], chat_format: ChatFormat, vocab_size: float = math.inf
 ) -> list[Prompt]:
@@ -499,20 +361,6 @@ def build_prompts(
             prompts += map(Prompt, ids, batch)
             bar.update(len(batch))
     return prompts
-
-
-def checked_chats(chats: list[list[Message]], chat_format: ChatFormat) -> list[list[Message]]:
-    """The messages as the chat template takes them. Raises UserMistake if a text is not
-    Unicode."""
-    for text in (message["content"] for chat in chats for message in chat):
-        # JSON and the bytes of a shell can hold half a character.
-        with reading(f"a question or SYSTEM_PROMPT is not Unicode: {text!r:.80}"):
-            text.encode()
-    systems = {chat[0]["content"] for chat in chats if chat[0]["role"] == "system"}
-    changed = {content for content in systems if not writes_system_message(chat_format, content)}
-    return [
-        with_system_in_question(chat) if chat[0]["content"] in changed else chat for chat in chats
-    ]
 
 
 def tokenize(texts: list[str], chat_format: ChatFormat, vocab_size: float) -> list[list[int]]:
@@ -534,93 +382,6 @@ def _shared_int(token_id: int) -> int:
     return token_id
 
 
-def unread_fields(
-    chats: Iterable[list[Message]], chat_format: ChatFormat
-) -> dict[tuple[str, str], bool]:
-    """The (role, field) pairs of messages that do not change what the template writes, and
-    whether this holds for messages with calls of tools and without, if there are both.
-
-    The last message of a kind decides, because templates drop the thoughts of earlier ones.
-    """
-    last = {}
-    for chat in chats:
-        for i, message in enumerate(chat):
-            kind = message["role"], bool(message.get("tool_calls"))
-            last |= {(*kind, field): (chat, i) for field in message if message[field]}
-    unread: dict[tuple[str, str], list[bool]] = {}
-    for (role, _, field), (chat, i) in last.items():
-        other = [*chat[:i], chat[i] | {field: SENTINEL}, *chat[i + 1 :]]
-        try:
-            texts = chat_format.render(checked_chats([chat, other], chat_format), False)
-            is_unread = field != "role" and texts[0] == texts[1]
-        except UserMistake:  # the template reads the field
-            is_unread = False
-        unread.setdefault((role, field), []).append(is_unread)
-    return {names: all(kinds) for names, kinds in unread.items() if any(kinds)}
-
-
-def writes_system_message(chat_format: ChatFormat, content: str = "") -> bool:
-    """Whether the chat template writes a system message as it is, but for switches such as
-    /no_think. Some templates drop it, others raise an error, and SmolLM3's makes <> of </think>."""
-    content = f"{SENTINEL} {content}"
-    chat = [{"role": "system", "content": content}, {"role": "user", "content": "A question."}]
-    try:
-        text = chat_format.render([chat])[0]
-    except UserMistake:
-        return False
-    return all(part.strip() in text for part in re.split(r"(?<!\S)/\w+(?!\S)", content))
-
-
-def with_system_in_question(chat: list[Message]) -> list[Message]:
-    """The messages with the system message prepended to the text that follows it, for a
-    chat template without a system role."""
-    if chat[0]["role"] != "system":
-        return chat
-    system, question, *rest = chat
-    return [question | {"content": f"{system['content']}\n\n{question['content']}"}, *rest]
-
-
-def end_of_turn_id(chat_format: ChatFormat) -> int | None:
-    """The added token that the chat template writes after an answer; None without such a
-    token, and for a template that takes no answers."""
-    question = {"role": "user", "content": "A question."}
-    chat = [question, {"role": "assistant", "content": SENTINEL}]
-    try:
-        [text] = chat_format.render([chat], add_generation_prompt=False)
-    except UserMistake:
-        return None
-    tokenizer = chat_format.tokenizer
-    ids = tokenizer(text.partition(SENTINEL)[2].lstrip(), add_special_tokens=False)["input_ids"]
-    return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else None
-
-
-def missing_header(chat_format: ChatFormat) -> str:
-    """What the chat template writes between a question and its answer, but not at the end of a
-    prompt, so that the model would have to write it; "" if there is nothing but thoughts."""
-    question = {"role": "user", "content": "A question."}
-    chat = [question, {"role": "assistant", "content": SENTINEL}]
-    try:
-        [text] = chat_format.render([chat], add_generation_prompt=False)
-        [prompt] = chat_format.render([[question]])
-    except UserMistake:
-        return ""
-    before, is_written, _ = text.partition(SENTINEL)
-    header = before[len(os.path.commonprefix([before, prompt])) :] if is_written else ""
-    header = THINK_TAGS.sub("", header).strip()
-    # A template may write the last question of a prompt in another way.
-    return "" if prompt.rstrip().endswith(header) else header
-
-
-def open_think_tag(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase") -> str:
-    """The <think> at the end of the prompt, with the white space after the tag, or "".
-
-    Some chat templates open this tag for the assistant. The completion then begins after the tag,
-    so the caller prepends the tag to the completion for the reward functions.
-    """
-    tag = re.search(r"<think>\s*\Z", tokenizer.decode(prompt.ids[-_TAIL:]))
-    return tag[0] if tag else ""
-
-
 def drop_long_prompts(
     prompts: list[Prompt], limit: int, split: str, part: str = "prompt"
 ) -> list[Prompt]:
@@ -639,6 +400,24 @@ def drop_long_prompts(
         skipped = f"{len(prompts) - len(kept)} of {len(prompts)} {split} {part}s"
         print(f"skipped {skipped}: longer than {setting} tokens", flush=True)
     return kept
+
+
+def print_repeats(
+    train: list[Prompt], held_out: list[Prompt], dataset: str, all_columns_count: bool
+) -> None:
+    """Prints how many held-out questions are also trained on. all_columns_count: a question is the
+    same only if its other columns are."""
+
+    def key(prompt: Prompt) -> tuple:
+        columns = prompt.columns
+        question = columns if all_columns_count else columns.get("prompts") or columns["question"]
+        # Of demonstrations the completion counts, too.
+        return json.dumps(question), *getattr(prompt, "completion_ids", ())
+
+    repeats = {*map(key, held_out)}.intersection(map(key, train))
+    if count := sum(key(prompt) in repeats for prompt in held_out):
+        share = f"{count} of {len(held_out)} held-out questions of {dataset}"
+        print(f"{share} are also in the training split: their results are no test", flush=True)
 
 
 def pad_prompts(prompts: list[list[int]], width: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:

@@ -11,8 +11,8 @@ import math
 import os
 from typing import NamedTuple
 
-import data
-from data import ChatFormat, Example, Message
+from chat import ChatFormat, Example, Message, checked_chats, end_of_turn_id
+from data import tokenize
 from infra.log import progress_bar
 from infra.mistakes import UserMistake
 
@@ -35,7 +35,7 @@ def build_demonstrations(
     vocab_size: rows of the model's embedding. Raises UserMistake, with the example, if
     the chat template cannot write it, or if a token has no row.
     """
-    end_id, tokenizer = data.end_of_turn_id(chat_format), chat_format.tokenizer
+    end_id, tokenizer = end_of_turn_id(chat_format), chat_format.tokenizer
     end = tokenizer.eos_token if end_id is None else tokenizer.added_tokens_decoder[end_id].content
     if not end:
         reason = "its chat template ends answers with no token, and the tokenizer has no EOS token"
@@ -49,7 +49,7 @@ def build_demonstrations(
             turns = sum(message["role"] == "assistant" for message in completion)
             chat = chat_format.messages_of(columns) + completion
             try:
-                [chat] = data.checked_chats([chat], chat_format)
+                [chat] = checked_chats([chat], chat_format)
                 pieces = cut_out_turns(chat, turns, chat_format, end, is_written=end_id is not None)
                 ids, *parts = tokenize_pieces(pieces, chat_format, vocab_size)
             except UserMistake as error:
@@ -115,11 +115,11 @@ def tokenize_pieces(
     Tokenizers such as Llama 2's write a space before a text, but none inside. Where a token
     would cross the border of two pieces, each of them is tokenized by itself.
     """
-    separate = data.tokenize(pieces, chat_format, vocab_size)
+    separate = tokenize(pieces, chat_format, vocab_size)
     pairs = [a + b for a, b in itertools.pairwise(pieces)]
     ids = separate[:1]
     for first, second, both in zip(
-        separate[:-1], separate[1:], data.tokenize(pairs, chat_format, vocab_size), strict=True
+        separate[:-1], separate[1:], tokenize(pairs, chat_format, vocab_size), strict=True
     ):
         continues = both[: len(first)] == first
         ids.append(both[len(first) :] if continues else second)

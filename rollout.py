@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 import data
+from chat import ChatFormat, open_think_tag
 from config import Config
 from infra.hosts import StopSignal
 from infra.log import progress_bar
@@ -43,7 +44,7 @@ class RolloutConfig:
     eval_sampling: Sampling  # in evaluations
     stopping: Stopping
     tokenizer: "PreTrainedTokenizerBase"
-    chat_format: data.ChatFormat
+    chat_format: ChatFormat
     functions: list[RewardFunction]
     reward_weights: tuple[float, ...]  # the weight of each function in the total reward
     environments: "Environments | None"  # None: a completion is a single turn of the policy
@@ -124,7 +125,7 @@ def completion_text(
     template opens this tag at the end of the prompt."""
     ids = [ids for is_sampled, ids in completion_parts(completions, i) if is_sampled][-1]
     prompt = prompts[i * len(prompts) // len(completions.lengths)]
-    return data.open_think_tag(prompt, rollout.tokenizer) + decode_part(rollout, ids)
+    return open_think_tag(prompt.ids, rollout.tokenizer) + decode_part(rollout, ids)
 
 
 def decode_part(rollout: RolloutConfig, ids: list[int]) -> str:

@@ -6,10 +6,8 @@ Cheap checks come first. The mistakes of a user end in a UserMistake with a line
 """
 
 import dataclasses
-import json
 import math
 import os
-import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +21,14 @@ from jax.typing import DTypeLike
 import config
 import data
 import rewards
+from chat import (
+    ChatFormat,
+    check_chat_format,
+    check_messages,
+    end_of_turn_id,
+    has_system_message,
+    read_opening,
+)
 from config import Config
 from demonstrations import build_demonstrations
 from fingerprint import process_fingerprint, result_fingerprint
@@ -31,14 +37,7 @@ from infra.checkpoint import Progress
 from infra.chips import attribute_oom_to, has_bfloat16
 from infra.lifecycle import Lifecycle, evaluation_is_due
 from infra.log import RUNNING, RunLog, raise_if_not_writable, replace_file
-from infra.mistakes import (
-    Unwritable,
-    UserMistake,
-    exit_with_mistakes,
-    import_side_file,
-    reading,
-    writing,
-)
+from infra.mistakes import Unwritable, UserMistake, exit_with_mistakes, import_side_file, writing
 from infra.reward_worker import RewardWorker, get_worker
 from infra.settings import REPO, to_text
 from infra.sizes import Sizes, derive_sizes, prompt_width
@@ -62,9 +61,6 @@ if TYPE_CHECKING:
 
     from extras.report import Reviewer
     from extras.turns import Environments
-
-
-LONG_THOUGHT = 4096  # tokens; a lower MAX_LENGTH_SAMPLE truncates most answers of reasoning models
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +177,10 @@ def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
     hosts.raise_if_processes_differ(fingerprint)
     if not example:
         note_untold_tags(run)
-        print_repeats(run)
+        # An environment reads all columns: the same text may begin different episodes.
+        data.print_repeats(
+            run.train_prompts, run.eval_prompts, cfg.dataset, bool(cfg.environment_class)
+        )
     train_compute, rollout_compute = run.learner.compute, run.rollout.compute
     print(
         f"model={run.folder} parameters={placement.num_params(train_compute.model) / 1e6:.2f}M "
@@ -247,16 +246,16 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
         functions = rewards.load_reward_functions(
             cfg.reward_fn, cfg.reward_timeout_s, cfg.max_length_sample, cache, workers, cfg.dataset
         )
-    opening = data.read_opening(cfg.system_prompt)
+    opening = read_opening(cfg.system_prompt)
 
     folder, adapters, model, tokenizer = open_model(cfg)
     default = [{"role": "system", "content": rewards.SYSTEM_PROMPT}]
-    chat_format = data.ChatFormat(tokenizer, opening, default, kwargs=cfg.template_kwargs())
+    chat_format = ChatFormat(tokenizer, opening, default, kwargs=cfg.template_kwargs())
     stop_ids = find_stop_ids(folder, chat_format, model.vocab_size)
     stopping = Stopping(cfg.max_length_sample, stop_ids, pad_id=stop_ids[0])
     environments = open_environments(cfg, workers, chat_format, stop_ids)
     chat_format = environments.chat_format if environments else chat_format  # with their tools
-    check_chat_format(cfg, chat_format)
+    check_chat_format(chat_format, math.inf if cfg.loss_type == "sft" else cfg.max_length_sample)
     if environments and environments.has_reward:
         functions.append(environments.get_reward)
     reward_weights = rewards.parse_reward_weights(
@@ -340,58 +339,16 @@ def chat_template_file(cfg: Config, adapters: Path | None) -> str:
     return cfg.chat_template or (str(exported) if exported and exported.is_file() else "")
 
 
-def find_stop_ids(folder: Path, chat_format: data.ChatFormat, vocab_size: int) -> tuple[int, ...]:
+def find_stop_ids(folder: Path, chat_format: ChatFormat, vocab_size: int) -> tuple[int, ...]:
     """The sorted ids of all stop tokens: those that the model's files name, and the token with
     which the chat template ends an answer. Raises UserMistake."""
-    tokenizer, end = chat_format.tokenizer, data.end_of_turn_id(chat_format)
+    tokenizer, end = chat_format.tokenizer, end_of_turn_id(chat_format)
     named = hf.read_stop_ids(folder, tokenizer, vocab_size)
     if end is not None and end < vocab_size and end not in named:
         reason = "the chat template ends an answer with it, though the model's files do not name it"
         print(f"note: {tokenizer.decode([end])} is a stop token: {reason}", flush=True)
         return tuple(sorted((*named, end)))
     return named
-
-
-def check_chat_format(cfg: Config, chat_format: data.ChatFormat) -> None:
-    """Prints what a user may not expect of the chat template. Raises UserMistake if it fails, or
-    does not read a name in CHAT_TEMPLATE_KWARGS, which Jinja itself would ignore."""
-    with reading("MODEL_PATH (or CHAT_TEMPLATE): its chat template cannot be read"):
-        arguments = chat_format.arguments()
-    for name in sorted({*chat_format.kwargs} - arguments):
-        reason = f"the chat template does not use {name!r}, or every run sets it"
-        used = ", ".join(sorted(arguments)) or "no others"
-        raise UserMistake(f"CHAT_TEMPLATE_KWARGS: {reason}; it uses {used}")
-    # The template may also refuse a value, or only take lists of texts and images.
-    question = chat_format.messages_of({"question": data.SENTINEL})
-    [text] = chat_format.render(data.checked_chats([question], chat_format))
-    if data.SENTINEL not in text:
-        reason = "its chat template does not render the text of a message"
-        raise UserMistake(
-            f"MODEL_PATH (or CHAT_TEMPLATE): {reason}; set CHAT_TEMPLATE to one for texts"
-        )
-    if header := data.missing_header(chat_format):
-        reason = f"its chat template writes {header!r} before an answer, but not after a prompt"
-        remedy = "set CHAT_TEMPLATE to one that does so with add_generation_prompt"
-        raise UserMistake(f"MODEL_PATH (or CHAT_TEMPLATE): {reason}; {remedy}")
-    tokenizer = chat_format.tokenizer
-    bos = tokenizer.decode(tokenizer("")["input_ids"][:1])
-    if bos == tokenizer.bos_token and not text.startswith(bos):
-        reason = f"the tokenizer puts {bos} before a text, and the chat template does not"
-        print(
-            f"note: {reason}; if the model needs it, begin CHAT_TEMPLATE with {{{{ bos_token }}}}"
-        )
-    system = question[0]["content"] if question[0]["role"] == "system" else ""
-    if not data.writes_system_message(chat_format, system):
-        has_role = data.writes_system_message(chat_format)
-        reason = "changes the system message" if has_role else "has no system role"
-        change = "system messages are prepended to the question"
-        print(f"note: the chat template {reason}; {change}", flush=True)
-    thinks = chat_format.kwargs.get("enable_thinking") is not False and cfg.loss_type != "sft"
-    if "enable_thinking" in arguments and thinks and cfg.max_length_sample < LONG_THOUGHT:
-        cut = f"MAX_LENGTH_SAMPLE={cfg.max_length_sample} will truncate most completions"
-        off = """CHAT_TEMPLATE_KWARGS='{"enable_thinking": false}'"""
-        reason = f"the chat template lets the model think, and {cut}; {off} turns it off"
-        print(f"note: {reason}", flush=True)
 
 
 def load_split(
@@ -421,13 +378,13 @@ def load_split(
 def prompts_of_split(
     cfg: Config,
     examples: list[data.Example],
-    chat_format: data.ChatFormat,
+    chat_format: ChatFormat,
     model: ModelConfig,
     split: str,
 ) -> list[data.Prompt]:
     """The prompts of the examples, or the demonstrations of train_sft.py, without those that are
     too long. Raises UserMistake."""
-    if cfg.system_prompt and (count := sum(map(data.has_system_message, examples))):
+    if cfg.system_prompt and (count := sum(map(has_system_message, examples))):
         reason = "have a system message, which replaces that of SYSTEM_PROMPT"
         print(f"note: {count} of {len(examples)} {split} prompts {reason}", flush=True)
     # First: examples that a template writes only in part have other faults as well.
@@ -443,29 +400,6 @@ def prompts_of_split(
                 remedy = "lower MAX_LENGTH_SAMPLE or set MAX_PROMPT_LENGTH"
                 raise UserMistake(f"{longer} {model.max_positions} positions; {remedy}")
     return prompts
-
-
-def check_messages(examples: list[data.Example], chat_format: data.ChatFormat, split: str) -> None:
-    """Prints which fields of messages the chat template leaves out, and how many questions have
-    special tokens. Raises UserMistake if it leaves out a role's texts or calls of tools."""
-    chats = (chat_format.messages_of(e) + [*e.get("completions", ([],))[0]] for e in examples)
-    unread = data.unread_fields(chats, chat_format)
-    names = []
-    for (role, field), always in sorted(unread.items()):
-        if always and field in ("content", "tool_calls"):
-            text = f"in the {split} split the chat template leaves out {role}.{field}"
-            raise UserMistake(f"{text}; set CHAT_TEMPLATE to one that writes it")
-        if field not in ("weight", "id", "tool_call_id"):
-            names.append(f"{role}.{field}" if always else f"some {role}.{field}")
-    if names:
-        text = f"in the {split} split the chat template leaves out {', '.join(names)}"
-        print(f"note: {text}", flush=True)
-    tokens = chat_format.tokenizer.added_tokens_decoder.values()
-    special = re.compile("|".join(re.escape(x.content) for x in tokens if x.special) or "(?!)")
-    questions = [example["question"] for example in examples if "question" in example]
-    if count := sum(special.search(text) is not None for text in questions):
-        reason = "contain special tokens; give plain text that no chat template has rendered"
-        print(f"note: {count} of {len(questions)} {split} questions {reason}", flush=True)
 
 
 def raise_if_no_number(dataset: str, split: str, answers: list[str]) -> None:
@@ -500,30 +434,11 @@ def note_untold_tags(run: Run) -> None:
             print(f"note: {count} of {len(prompts)} {split} prompts {reason}; {remedy}", flush=True)
 
 
-def print_repeats(run: Run) -> None:
-    """Prints how many held-out questions are also trained on."""
-
-    def key(prompt: data.Prompt) -> tuple:
-        # An environment reads all columns: the same text may begin different episodes.
-        columns, plays = prompt.columns, run.cfg.environment_class
-        question = columns if plays else columns.get("prompts") or columns["question"]
-        # Of demonstrations the completion counts, too.
-        return json.dumps(question), *getattr(prompt, "completion_ids", ())
-
-    repeats = {*map(key, run.eval_prompts)}.intersection(map(key, run.train_prompts))
-    if count := sum(key(prompt) in repeats for prompt in run.eval_prompts):
-        share = f"{count} of {len(run.eval_prompts)} held-out questions of {run.cfg.dataset}"
-        print(f"{share} are also in the training split: their results are no test", flush=True)
-
-
 # ---- Doors: each side-file is only imported here ------------------------------------------------
 
 
 def open_environments(
-    cfg: Config,
-    workers: dict[str, RewardWorker],
-    chat_format: data.ChatFormat,
-    stop_ids: Sequence[int],
+    cfg: Config, workers: dict[str, RewardWorker], chat_format: ChatFormat, stop_ids: Sequence[int]
 ) -> "Environments | None":
     """The environments of ENVIRONMENT_CLASS; None if it is empty. workers: see get_worker. Raises
     UserMistake."""

@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 import data
+from chat import SENTINEL, ChatFormat
 from infra.hosts import gather_texts
 from infra.mistakes import UserMistake
 from infra.reward_worker import LOADING_S, RewardWorker, parse_call
@@ -52,7 +53,7 @@ class Environments:
         self,
         source: str,
         worker: RewardWorker,
-        chat_format: data.ChatFormat,
+        chat_format: ChatFormat,
         stop_ids: Sequence[int],
         seed: int,
     ) -> None:
@@ -128,12 +129,11 @@ class Environments:
         role = "tool" if self.chat_format.tools else "user"
         tokens, numbers = self._special_token.findall("\n".join(texts)), itertools.count()
         contents = [
-            self._special_token.sub(lambda _: f"{data.SENTINEL}{next(numbers)};", text)
-            for text in texts
+            self._special_token.sub(lambda _: f"{SENTINEL}{next(numbers)};", text) for text in texts
         ]
         _, message = self._text_after_answer([{"role": role, "content": x} for x in contents])
         encode = functools.partial(self.chat_format.tokenizer, add_special_tokens=False)
-        first, *parts = re.split(rf"{re.escape(data.SENTINEL)}(\d+);", message)
+        first, *parts = re.split(rf"{re.escape(SENTINEL)}(\d+);", message)
         ids = encode(first)["input_ids"]
         for number, part in zip(parts[::2], parts[1::2], strict=True):
             ids += encode(tokens[int(number)], split_special_tokens=True)["input_ids"]
@@ -149,8 +149,8 @@ class Environments:
     def _text_after_answer(self, messages: list[dict[str, str]]) -> tuple[str, str]:
         """The text that the chat template writes after an answer of the policy if these messages
         follow it: the stop token of the answer, and the rest."""
-        answer = {"role": "assistant", "content": data.SENTINEL}
-        text = self._render([answer, *messages]).partition(data.SENTINEL)[2]
+        answer = {"role": "assistant", "content": SENTINEL}
+        text = self._render([answer, *messages]).partition(SENTINEL)[2]
         for stop_text in self._stop_texts:
             if text.startswith(stop_text):
                 return stop_text, text.removeprefix(stop_text)

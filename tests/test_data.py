@@ -1,4 +1,4 @@
-"""Claims about data.py: which examples, in which order, as which tokens; and refused files."""
+"""Claims about data.py and chat.py: which examples, in which order, as which tokens."""
 
 import datetime
 import hashlib
@@ -14,18 +14,9 @@ import pytest
 from test_hf import refused
 from tokenizers.processors import TemplateProcessing
 
+from chat import ChatFormat, end_of_turn_id, open_think_tag, read_opening
 from config import Config
-from data import (
-    ChatFormat,
-    Prompt,
-    batch_indices,
-    build_prompts,
-    drop_long_prompts,
-    end_of_turn_id,
-    load_examples,
-    open_think_tag,
-    read_opening,
-)
+from data import Prompt, batch_indices, build_prompts, drop_long_prompts, load_examples
 from infra import hosts
 from infra.mistakes import UserMistake
 from model import hf
@@ -434,9 +425,10 @@ def test_memory_grows_with_the_tokens_alone(tmp_path: Path) -> None:
         import resource, sys
         from pathlib import Path
         import data
+        from chat import ChatFormat
         from infra import hosts
         from model import hf
-        chat_format = data.ChatFormat(hf.load_tokenizer(Path("tiny")), [])
+        chat_format = ChatFormat(hf.load_tokenizer(Path("tiny")), [])
         for file in sys.argv[1:]:
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             prompts = data.build_prompts(data.load_examples(file, "", "train"), chat_format)
@@ -920,7 +912,7 @@ def test_only_a_think_tag_that_is_left_open_belongs_to_the_completion(
     tokenizer = hf.load_tokenizer(ROOT / "tiny")
     tokenizer.chat_template += f"{{{{ {end!r} }}}}"
     (prompt,) = build_prompts(EXAMPLES[2:], format_of(tokenizer, "Think in <think>."))
-    assert open_think_tag(prompt, tokenizer) == opened
+    assert open_think_tag(prompt.ids, tokenizer) == opened
 
 
 def test_a_chat_template_of_a_file_serves_a_model_that_has_none(tmp_path: Path) -> None:

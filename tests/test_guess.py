@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from runs import REPO, run_as_user
 
-from data import ChatFormat
+from chat import ChatFormat
 from demonstrations import build_demonstrations
 from model import hf
 from recipes import make_guesser

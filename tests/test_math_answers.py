@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from runs import REPO
 
+from chat import read_opening
 from config import Config
-from data import load_examples, read_opening
+from data import load_examples
 from evaluation import majority_accuracy
 from rewards import load_reward_functions
 

@@ -34,8 +34,9 @@ from small_model import (
     train_layout,
 )
 
+from chat import open_think_tag
 from config import Config
-from data import open_think_tag, pad_prompts
+from data import pad_prompts
 from model import hf
 from model.attention import KV, prompt_rows
 from model.linear_attention import CHUNK
@@ -434,4 +435,4 @@ def test_the_released_templates_think_as_chat_template_kwargs_says(
     if thinks is not None:
         env["CHAT_TEMPLATE_KWARGS"] = json.dumps({"enable_thinking": thinks})
     run = set_up(Config.from_env(env))
-    assert open_think_tag(run.train_prompts[0], run.rollout.tokenizer) == tag
+    assert open_think_tag(run.train_prompts[0].ids, run.rollout.tokenizer) == tag

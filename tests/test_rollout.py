@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from runs import Result, environment, train
 
+from chat import ChatFormat, read_opening
 from config import Config
-from data import ChatFormat, Prompt, batch_indices, build_prompts, load_examples, read_opening
+from data import Prompt, batch_indices, build_prompts, load_examples
 from fingerprint import result_fingerprint
 from infra.mistakes import UserMistake
 from loss import Objective

@@ -34,8 +34,9 @@ from small_model import train_layout
 from test_hf import refused
 from tokenizers.normalizers import Prepend
 
+from chat import ChatFormat
 from config import Config, describe, load
-from data import ChatFormat, load_examples, read_question_and_answer
+from data import load_examples, read_question_and_answer
 from demonstrations import Demonstration, build_demonstrations
 from fingerprint import result_fingerprint
 from infra.resume import describe_changes

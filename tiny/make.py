@@ -28,6 +28,7 @@ from tokenizers.trainers import BpeTrainer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
 
 import data
+from chat import ChatFormat
 from config import Config
 from demonstrations import build_demonstrations
 from infra.sizes import derive_sizes, prompt_width
@@ -254,9 +255,7 @@ def warm_up(
     compute = ComputeConfig(model, jnp.dtype("float32"), Layout(mesh, TRAIN_BATCH_AXES))
     params = jax.device_put(init_params(model, jax.random.key(SEED)), param_shardings(model, mesh))
     for stage in stages:
-        chat_format = data.ChatFormat(
-            tokenizer, [{"role": "system", "content": stage.system_prompt}]
-        )
+        chat_format = ChatFormat(tokenizer, [{"role": "system", "content": stage.system_prompt}])
         prompts = data.build_prompts(examples, chat_format)
         S = prompt_width(max(len(prompt.ids) for prompt in prompts)) - 1
         sizes = {"batch_size": stage.prompts, "num_pre_q": stage.solutions, "max_length_sample": T}

@@ -3,7 +3,7 @@
 import collections
 import math
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,17 +16,15 @@ from model.layout import concatenate_trees, slice_of_process
 from model.params import Params
 from rollout import complete, completion_texts, gather_batch, reward_completions
 from rows import Batch
+from run import Run
 from sampling import Backend
-
-if TYPE_CHECKING:
-    from startup import Run
 
 EVAL_PHASES = ("rollout_sync", "rollout_generate", "reward")
 EVALUATION_ROUND = 0  # the round_number of an evaluation's episodes; those of training begin at 1
 
 
 def evaluate(
-    run: "Run",
+    run: Run,
     log: RunLog,
     backend: Backend,
     key: jax.Array,
@@ -60,7 +58,7 @@ def evaluate(
 
 
 def answer_questions(
-    run: "Run",
+    run: Run,
     backend: Backend,
     questions: list[data.Prompt],
     key: jax.Array,
@@ -104,7 +102,7 @@ def answer_questions(
 
 
 def evaluation_record(
-    run: "Run", step: int, evaluation: Batch, clock: Clock, full: bool
+    run: Run, step: int, evaluation: Batch, clock: Clock, full: bool
 ) -> tuple[str, dict[str, Any]]:
     """The line and the record of one evaluation.
 

@@ -6,19 +6,16 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import rewards
 from infra import hosts
 from infra.reward_worker import imported_files
 from infra.settings import REPO, to_text
 from model import hf, lora
-
-if TYPE_CHECKING:
-    from startup import Run
+from run import Run
 
 
-def result_fingerprint(run: "Run") -> dict[str, str]:
+def result_fingerprint(run: Run) -> dict[str, str]:
     """The settings, sizes and digests of files that determine the results, but not the code. They
     must be the same in a resumed run."""
     cfg, folder = run.cfg, run.folder
@@ -75,7 +72,7 @@ def result_fingerprint(run: "Run") -> dict[str, str]:
     return values
 
 
-def process_fingerprint(run: "Run") -> dict[str, str]:
+def process_fingerprint(run: Run) -> dict[str, str]:
     """What must be the same on every process: the fingerprint of the results, all settings but
     those of a single process, the code, the versions and the questions of evaluations."""
     settings = {

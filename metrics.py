@@ -22,10 +22,10 @@ from rollout import (
     have_equal_rewards,
 )
 from rows import Batch
+from run import Run
 
 if TYPE_CHECKING:
     from config import Config
-    from startup import Run
 
 # The largest mean difference, in nats, between the sampler's log-probabilities and the trainer's
 # that rounding explains. Usual means are 1e-6 with float32, and 0.01 to 0.03 with bfloat16, which
@@ -74,7 +74,7 @@ def nonfinite_metric(metrics: dict[str, float]) -> str:
     return f"{wrong[0]} is {metrics[wrong[0]]}" if wrong else ""
 
 
-def log_step(run: "Run", log: RunLog, step: Step) -> None:
+def log_step(run: Run, log: RunLog, step: Step) -> None:
     """Prints the step's lines and writes its record. Every SAMPLE_EVERY_STEPS steps, and in the
     last one, it also writes samples of completions, and prints those of one group."""
     first, *notes = step_lines(step, run.cfg.print_train_time_breakdown)

@@ -53,6 +53,7 @@ from model.splash import LANES
 from optimizer import Optimizer, Schedule, TrainState, abstract_state, init_state
 from rollout import RolloutConfig
 from rows import RowLimits
+from run import Run
 from sampling import Backend, NaiveBackend, Stopping
 from update import LearnerConfig
 
@@ -61,24 +62,6 @@ if TYPE_CHECKING:
 
     from extras.report import Reviewer
     from extras.turns import Environments
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """The inputs of a run and the choices that were made for it; it does not change."""
-
-    cfg: Config
-    sizes: Sizes
-    folder: Path  # the folder of the model; with LoRA that of the base
-    adapters: Path | None  # the folder of the first adapters; None: new ones, or no LoRA
-    train_prompts: list[data.Prompt]  # in a run of train_sft.py they are Demonstrations
-    eval_prompts: list[data.Prompt]  # empty if the run never evaluates
-    rollout: RolloutConfig
-    learner: LearnerConfig
-    schedule: Schedule  # of the learning rate
-    teacher: LearnerConfig | None  # its base has the teacher's weights; None: no teacher
-    teacher_folder: Path | None
-    mesh_reason: str  # why ROLLOUT_MESH_SHAPE=auto has chosen its mesh, for a line of the log
 
 
 def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | None]:

@@ -78,7 +78,8 @@ from metrics import escape_control_characters, nonfinite_metric, shorten
 from model.params import Params, combine_params
 from optimizer import learning_rate
 from rows import Batch
-from startup import Run, export, start
+from run import Run
+from startup import export, start
 from update import compute_batch_logps_and_entropies, train_on_mini_batch
 
 

@@ -4,7 +4,6 @@ import os
 import shlex
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import jinja2
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
@@ -14,10 +13,7 @@ from infra.mistakes import UserMistake, reading
 from infra.resume import SAVED
 from infra.settings import REPO, yaml_lines
 from model import hf, lora
-
-if TYPE_CHECKING:
-    from startup import Run
-
+from run import Run
 
 PATTERNS = (*hf.MODEL_FILES, "*.txt", "README.md")  # of what is uploaded
 
@@ -41,7 +37,7 @@ def open_repository(repo_id: str, private: bool) -> None:
         )
 
 
-def upload(run: "Run", out: Path, folder: Path) -> None:
+def upload(run: Run, out: Path, folder: Path) -> None:
     """Uploads the export in `folder` with a model card, in place of the model in the repository.
     Other files there, and other files of the folder, stay where they are.
 
@@ -66,7 +62,7 @@ def upload(run: "Run", out: Path, folder: Path) -> None:
     print(f"uploaded {folder} to {repo_id} on the hub", flush=True)
 
 
-def model_card(run: "Run", out: Path, folder: Path) -> str:
+def model_card(run: Run, out: Path, folder: Path) -> str:
     """The README.md of the repository. out, folder: as in `upload`."""
     records = read_lines(out / "metrics.jsonl")
     template = Path(__file__).with_name("model_card.md.jinja").read_text(encoding="utf-8")

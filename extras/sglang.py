@@ -29,7 +29,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,10 +43,8 @@ from infra.sizes import PASS_SIZES, Sizes, eval_questions
 from model.lora import merge_adapters
 from model.next_token import Sampling, draw_tokens
 from model.params import ModelConfig, Params, param_table
+from run import Run
 from sampling import Completions, sync_weights
-
-if TYPE_CHECKING:
-    from startup import Run
 
 # ---- Checks before any weight is loaded ----------------------------------------------------------
 
@@ -156,7 +154,7 @@ def pool_size(
     return sequences, cfg.sglang_jax_max_total_tokens or pages * page
 
 
-def engine_arguments(run: "Run", devices: Sequence[jax.Device]) -> dict[str, Any]:
+def engine_arguments(run: Run, devices: Sequence[jax.Device]) -> dict[str, Any]:
     """The arguments of the engine, by their names in its ServerArgs. Raises UserMistake."""
     cfg, model, platform = run.cfg, run.learner.compute.model, devices[0].platform
     longest = max(len(prompt.ids) for prompt in run.train_prompts + run.eval_prompts)
@@ -203,7 +201,7 @@ class SglangBackend:
     values only between update_weights and release.
     """
 
-    def __init__(self, run: "Run") -> None:
+    def __init__(self, run: Run) -> None:
         """Raises UserMistake if the engine cannot compute the run, or has too little memory."""
         self._model, self._stopping = run.learner.compute.model, run.rollout.stopping
         self._compute = run.rollout.compute

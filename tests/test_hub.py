@@ -15,7 +15,8 @@ from config import Config
 from extras.hub import open_repository
 from infra.mistakes import Unwritable, UserMistake
 from model.params import init_params
-from startup import Run, export, set_up
+from run import Run
+from startup import export, set_up
 
 REPO = Path(__file__).resolve().parent.parent
 BASE = {"DATASET": str(REPO / "tiny" / "test.jsonl"), "PUSH_TO_HUB": "me/model", "BATCH_SIZE": "2"}

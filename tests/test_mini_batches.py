@@ -9,7 +9,8 @@ import train_grpo
 from config import Config
 from infra.sizes import Sizes, derive_sizes
 from rows import Batch
-from startup import Run, set_up
+from run import Run
+from startup import set_up
 from train_grpo import groups_of_updates, with_logps
 from update import computed_sequences, loss_counts, pack_to_devices
 

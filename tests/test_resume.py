@@ -27,7 +27,8 @@ from infra.resume import (
 from infra.reward_worker import imported_files
 from infra.settings import REPO
 from optimizer import TrainState
-from startup import Run, set_up
+from run import Run
+from startup import set_up
 
 # ---- Whose a folder is ---------------------------------------------------------------------------
 

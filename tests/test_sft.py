@@ -45,7 +45,8 @@ from model import hf
 from model.network import ComputeConfig
 from optimizer import Optimizer, init_state
 from rows import RowLimits
-from startup import Run, set_up
+from run import Run
+from startup import set_up
 from train_sft import batch_of, customize_settings
 from update import LearnerConfig, pack_to_devices, train_on_mini_batch
 

@@ -30,7 +30,8 @@ from loss import Objective, policy_loss
 from model import hf
 from optimizer import init_state
 from rows import Batch
-from startup import Run, set_up
+from run import Run
+from startup import set_up
 from tools.bench import make_random_model
 from train_grpo import with_logps
 from update import LearnerConfig, train_on_mini_batch

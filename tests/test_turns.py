@@ -48,8 +48,9 @@ from model.network import ComputeConfig
 from model.next_token import Sampling
 from rollout import complete, gather_batch, prompts_of_round, reward_completions
 from rows import Batch
+from run import Run
 from sampling import Completions, NaiveBackend, Stopping
-from startup import Run, set_up
+from startup import set_up
 from tools.plan import list_programs, make_plan
 
 TINY, GAMES = REPO / "tiny", REPO / "tests" / "games.py"

@@ -25,7 +25,8 @@ from infra.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES
 from metrics import dialogues_of
 from model.params import Params, abstract_params, combine_params, trainable_params
 from rewards import RewardFunction, Rewards
-from startup import Run, first_params, make_backend, open_log, open_reviewer, read_base, set_up
+from run import Run
+from startup import first_params, make_backend, open_log, open_reviewer, read_base, set_up
 
 # Settings of both commands: they train nothing and export nothing.
 NO_STEPS = {"steps": 0, "export_hf": "none", "push_to_hub": "", "eval_full_sweep": True}

@@ -37,7 +37,7 @@ from infra.settings import (
     read_env,
     read_yaml,
     to_text,
-    yaml_lines,
+    yaml_name,
 )
 from infra.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES
 
@@ -522,6 +522,19 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
     if 0 < cfg.lr_decay_steps < cfg.steps and cfg.lr_schedule != "constant":
         decay = f"LR_DECAY_STEPS={cfg.lr_decay_steps} is less than STEPS={cfg.steps}"
         yield f"{decay}: later steps have learning rate 0"
+
+
+def yaml_lines(cfg: Config) -> list[str]:
+    """A line of YAML for each setting, with its environment name, help and default."""
+    lines = []
+    for field in dataclasses.fields(cfg):
+        value, help = getattr(cfg, field.name), field.metadata["help"]
+        choices = f" ({field.metadata['choices']})" if field.metadata["choices"] else ""
+        mark = "default" if value == field.default else f"changed from {to_text(field.default)}"
+        mark += ", kept" if field.metadata["kept"] else ""  # a resumed run must have the same value
+        line = f"{yaml_name(field)}: {to_text(value)}"
+        lines.append(f"{line:<40}  # {field.name.upper()}: {help}{choices}  [{mark}]")
+    return lines
 
 
 def describe(cfg: Config, processes: int = 1, local_devices: int = 1) -> str:

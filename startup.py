@@ -9,7 +9,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -60,7 +60,6 @@ from update import LearnerConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from extras.report import Reviewer
     from extras.turns import Environments
 
 
@@ -106,20 +105,20 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
                 ref_params = combine_params(base, first_params(run, run.learner.compute.dtype))
             jax.block_until_ready((base, state, ref_params))
         log = open_log(run, out, progress)
-        reviewer = open_reviewer(out, log)
         lifecycle = Lifecycle(
-            cfg=cfg,
+            steps=cfg.steps,
+            eval_every_steps=cfg.eval_every_steps,
+            save_every_steps=cfg.save_every_steps,
             out=out,
             log=log,
             checkpoints=checkpoints,
             progress=progress,
-            reviewer=reviewer,
+            review=open_reviewer(out, log),
             began=began,
         )
         lifecycle.claim_folder({"state": state})
         run.rollout.stop_signal.watch(cfg.preemption_grace_s)
-        if reviewer:
-            reviewer.write(RUNNING)
+        lifecycle.review(RUNNING, "")
     except (UserMistake, Unwritable) as error:
         if backend:
             backend.close()
@@ -485,14 +484,14 @@ def open_teacher(cfg: Config) -> ModuleType:
     return import_side_file("extras.teacher", f"TEACHER_PATH={cfg.teacher_path}")
 
 
-def open_reviewer(out: Path, log: RunLog) -> "Reviewer | None":
-    """The writer of a run's summary and report. Without extras/report.py it is None, and a line of
-    the log says so."""
+def open_reviewer(out: Path, log: RunLog) -> Callable[[str, str], dict[str, Any]]:
+    """The function that writes a run's summary and report. Without extras/report.py it writes none,
+    and a line of the log says so."""
     try:
-        return import_side_file("extras.report", "report.html").Reviewer(out, log)
+        return import_side_file("extras.report", "report.html").Reviewer(out, log).write
     except UserMistake:
         log.print_line("note: without extras/report.py the run has no report and no verdict")
-        return None
+        return lambda state, reason: {}
 
 
 def open_trackers(cfg: Config) -> ModuleType | None:
@@ -565,7 +564,7 @@ def open_log(run: Run, out: Path, progress: Progress) -> RunLog:
     """The log of a run in its folder. Records after the checkpoint from which the run resumes are
     removed, unless there is nothing left to train or to evaluate. Writes config.yaml."""
     cfg, writes = run.cfg, jax.process_index() == 0
-    evaluates = evaluation_is_due(cfg, progress) or cfg.eval_full_sweep
+    evaluates = evaluation_is_due(cfg.eval_every_steps, cfg.steps, progress) or cfg.eval_full_sweep
     has_work = progress.step < cfg.steps or evaluates
     with hosts.raising_on_all_processes(), writing(f"OUTPUT_DIR={out}", UserMistake):
         log = RunLog(

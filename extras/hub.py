@@ -8,10 +8,11 @@ from pathlib import Path
 import jinja2
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 
+from config import yaml_lines
 from infra.log import read_lines
 from infra.mistakes import UserMistake, reading
 from infra.resume import SAVED
-from infra.settings import REPO, yaml_lines
+from infra.settings import REPO
 from model import hf, lora
 from run import Run
 

@@ -29,7 +29,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
 
-from config import Config
+from config import Config, yaml_lines
 from infra.log import (
     RUNNING,
     SUMMARY,
@@ -43,7 +43,6 @@ from infra.log import (
 )
 from infra.mistakes import UserMistake, exit_with_mistakes, in_one_line, reading, writing
 from infra.resume import RUN
-from infra.settings import yaml_lines
 from metrics import completion_facts
 
 # ---- The records of a run ------------------------------------------------------------------------

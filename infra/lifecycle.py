@@ -10,7 +10,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -20,17 +20,14 @@ from infra.log import DONE, FAILED, RUNNING, STOPPED, RunLog
 from infra.mistakes import Unwritable, UserMistake, exit_with_mistakes, in_one_line
 from infra.resume import write_run
 
-if TYPE_CHECKING:
-    from config import Config
-    from extras.report import Reviewer
-
 NONFINITE_LIMIT = 3  # steps in a row whose loss or gradient is not finite
 
 
-def evaluation_is_due(cfg: "Config", progress: Progress) -> bool:
-    """Whether an evaluation after the steps that are done is due, and not done yet."""
-    step, every = progress.step, cfg.eval_every_steps
-    is_due = every > 0 and (step % every == 0 or step == cfg.steps)
+def evaluation_is_due(every: int, steps: int, progress: Progress) -> bool:
+    """Whether an evaluation after the steps that are done is due, and not done yet. every, steps:
+    EVAL_EVERY_STEPS and STEPS."""
+    step = progress.step
+    is_due = every > 0 and (step % every == 0 or step == steps)
     return is_due and progress.accuracy is None
 
 
@@ -38,12 +35,14 @@ def evaluation_is_due(cfg: "Config", progress: Progress) -> bool:
 class Lifecycle:
     """What `main` needs to save a run, to log it and to end it."""
 
-    cfg: "Config"
+    steps: int  # STEPS
+    eval_every_steps: int
+    save_every_steps: int
     out: Path  # the run's folder
     log: RunLog
     checkpoints: Checkpoints
     progress: Progress
-    reviewer: "Reviewer | None"  # None: without extras/report.py there are no reviews
+    review: Callable[[str, str], dict[str, Any]]  # gets state and reason, see infra/log.py
     began: float  # time.perf_counter() at the start
 
     def claim_folder(self, arrays: Any) -> None:
@@ -61,16 +60,16 @@ class Lifecycle:
     ) -> None:
         """Evaluates and saves after the steps that are done, if either is due. The checkpoint has
         the score of the evaluation, so that the best one is kept."""
-        step, every = self.progress.step, self.cfg.save_every_steps
-        if evaluation_is_due(self.cfg, self.progress):
+        step, every = self.progress.step, self.save_every_steps
+        if evaluation_is_due(self.eval_every_steps, self.steps, self.progress):
             self.progress.accuracy = evaluate()
-            self._review(RUNNING)
-        if step > 0 and every > 0 and (step % every == 0 or step == self.cfg.steps):
+            self.review(RUNNING, "")
+        if step > 0 and every > 0 and (step % every == 0 or step == self.steps):
             save()
 
     def save(self, arrays: Any) -> None:
         """Saves a checkpoint, unless this step has one already (SAVE_EVERY_STEPS=0: never)."""
-        if not self.cfg.save_every_steps:
+        if not self.save_every_steps:
             return
         progress = self.progress
         if progress.accuracy is not None and progress.accuracy > progress.best_accuracy:
@@ -147,25 +146,22 @@ class Lifecycle:
         export: writes the trained model. Raises Unwritable.
         """
         self.checkpoints.wait_until_saved()
-        if self.cfg.steps:
+        if self.steps:
             export()
             # Without a checkpoint, too, the run is not begun again.
             write_run(self.out, self.progress, has_saved=True)
         verdict = self.close(DONE)
         seconds = time.perf_counter() - self.began
-        for line in (*verdict, f"DONE: steps={self.cfg.steps} elapsed_sec={seconds:.3f}"):
+        for line in (*verdict, f"DONE: steps={self.steps} elapsed_sec={seconds:.3f}"):
             self.log.print_line(line)
 
     def close(self, state: str, reason: str = "") -> list[str]:
         """Writes the last review, whose verdict it returns, and ends the trackers. state, reason:
         see infra/log.py."""
-        summary = self._review(state, reason)
+        summary = self.review(state, reason)
         self.log.close(summary, finished=state == DONE)
         return summary.get("verdict", [])
 
     def _close_failed(self, reason: str) -> None:
         with contextlib.suppress(Unwritable):  # it may be the log that cannot be written
             self.close(FAILED, reason)
-
-    def _review(self, state: str, reason: str = "") -> dict[str, Any]:
-        return self.reviewer.write(state, reason) if self.reviewer else {}

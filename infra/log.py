@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -23,9 +23,6 @@ import yaml
 from tqdm import tqdm
 
 from infra.mistakes import UserMistake, reading, writing
-
-if TYPE_CHECKING:
-    from extras.trackers import Trackers
 
 FILES = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")  # each line has a step
 SUMMARY = "summary.json"
@@ -85,6 +82,14 @@ def progress_bar(text: str, total: int, unit: str) -> tqdm:
 
 
 # ---- Lines and records ---------------------------------------------------------------------------
+
+
+class Trackers(Protocol):
+    """What also gets the records of a run, such as extras/trackers.py."""
+
+    def record(self, step: int, values: dict[str, Any]) -> None: ...
+
+    def close(self, summary: dict[str, Any], finished: bool) -> None: ...
 
 
 class RunLog:

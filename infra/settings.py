@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from operator import ge, gt, le, lt
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from infra.mistakes import (
     NOT_SETTINGS,
@@ -23,9 +23,6 @@ from infra.mistakes import (
     find_misspelt_name,
     reading,
 )
-
-if TYPE_CHECKING:
-    from config import Config
 
 Default = TypeVar("Default")
 Value = bool | int | float | str | tuple[float, ...]  # of a setting
@@ -292,16 +289,3 @@ def to_text(value: object) -> str:
     if one_word and yaml.safe_dump(value, width=math.inf) == f"{value}\n...\n":
         return value
     return yaml.safe_dump(value, default_style='"', width=math.inf).strip()
-
-
-def yaml_lines(cfg: "Config") -> list[str]:
-    """A line of YAML for each setting, with its environment name, help and default."""
-    lines = []
-    for field in dataclasses.fields(cfg):
-        value, help = getattr(cfg, field.name), field.metadata["help"]
-        choices = f" ({field.metadata['choices']})" if field.metadata["choices"] else ""
-        mark = "default" if value == field.default else f"changed from {to_text(field.default)}"
-        mark += ", kept" if field.metadata["kept"] else ""  # a resumed run must have the same value
-        line = f"{yaml_name(field)}: {to_text(value)}"
-        lines.append(f"{line:<40}  # {field.name.upper()}: {help}{choices}  [{mark}]")
-    return lines

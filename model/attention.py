@@ -10,16 +10,13 @@ heads, h head_dim.
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from model.layout import Layout, constrain_batch
 from model.logps import MASKED  # the score of a key that is not seen
-
-if TYPE_CHECKING:
-    from model.linear_attention import State
 
 ALL_POSITIONS = 2**30  # above every position: a window of this size hides nothing
 
@@ -35,7 +32,7 @@ class KV(NamedTuple):
     v: jax.Array  # [X, N, tokens, h]
     # In Qwen3.5 the State of each linear layer before this full layer; their first dimensions are
     # those of k.
-    states: tuple["State", ...] = ()
+    states: tuple[Any, ...] = ()
 
     def begin_completions(self, num_sequences: int, tokens: int) -> "KV":
         """The KV of completions before their first token: zeros for this number of sequences and

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from runs import REPO
 
-from config import Config
 from infra.checkpoint import Checkpoints, Progress
 from infra.lifecycle import Lifecycle, evaluation_is_due
 from infra.log import RunLog, replace_file
@@ -71,12 +70,12 @@ def test_the_time_left_is_that_of_a_median_step(tmp_path: Path) -> None:
 
 def life_of(out: Path, **settings: int) -> Lifecycle:
     return Lifecycle(
-        cfg=Config(steps=4, **settings),
+        **{"steps": 4, "eval_every_steps": 0, "save_every_steps": 0} | settings,
         out=out,
         log=RunLog(out, steps=4, writes=True),
         checkpoints=Checkpoints(f"{out}/checkpoints"),
         progress=Progress(),
-        reviewer=None,
+        review=lambda state, reason: {},
         began=time.perf_counter(),
     )
 
@@ -92,7 +91,7 @@ def test_a_checkpoint_knows_its_evaluations_the_best_step_and_the_lengths_of_the
         lifecycle.evaluate_and_save_if_due(
             lambda: next(accuracies), lambda: lifecycle.save({"x": jnp.zeros(2)})
         )
-        assert not evaluation_is_due(lifecycle.cfg, lifecycle.progress)
+        assert not evaluation_is_due(3, 4, lifecycle.progress)
         lifecycle.checkpoints.wait_until_saved()
         file = tmp_path / "checkpoints" / str(step) / "record" / "metadata"
         if file.exists():

@@ -97,8 +97,7 @@ def evaluate_weights(cfg: Config) -> None:
         _, key = jax.random.split(jax.random.key(cfg.seed))
         with contextlib.closing(open_log(run, out, Progress(step=step))) as log:
             evaluate(run, log, backend, key, params, step, full=True)
-            if reviewer := open_reviewer(out, log):
-                reviewer.write(DONE)
+            open_reviewer(out, log)(DONE, "")
 
 
 def ask(cfg: Config, example: dict[str, Any]) -> tuple[str, list[str]]:

@@ -90,8 +90,10 @@ def load_examples(
             reason = f"no example of split {split!r} has it; its columns are {columns}"
             raise UserMistake(f"DATASET={dataset}, ANSWER_COLUMN={answer}: {reason}")
     if any("answer" in example_texts for example_texts in texts):
-        for example_texts in texts:
-            example_texts.setdefault("answer", None)
+        for example, example_texts in zip(examples, texts, strict=True):
+            value = json.loads(json.dumps(find_column(example, answer), default=str))
+            is_missing = isinstance(value, str | float)  # blank, or not a number
+            example_texts.setdefault("answer", None if is_missing else value)
     columns = kept_columns(examples, texts, {"question": question, "answer": answer}, split)
     examples = [
         {name: example.get(name) for name in columns} | texts_of_example

@@ -220,6 +220,10 @@ def test_a_column_that_another_replaces_is_named_unless_both_are_the_same(
         ([{"answer": [1]}], "answer", [[1]] * 3),
         ([{"answer": 5}, {"other": 1}], "answer", ["5", None, "5"]),
         ([{"answer": "why", "final": 5}, {"answer": "why"}], "final", ["5", None, "5"]),
+        ([{"answer": "4"}, {"answer": ["4", "four"]}], "answer", ["4", ["4", "four"], "4"]),
+        ([{"answer": {"a": None}}, {"answer": 7}], "answer", [{"a": None}, "7", {"a": None}]),
+        ([{"final": "yes"}, {"final": False}, {"final": " "}], "final", ["yes", False, None]),
+        ([{"x": {"y": []}}, {"x": {"y": "1"}}, {"x": 1}], "x.y", [[], "1", None]),
     ],
 )
 def test_examples_without_answers_are_data_if_nothing_needs_answers(
@@ -233,7 +237,10 @@ def test_examples_without_answers_are_data_if_nothing_needs_answers(
     assert [e.get("answer", "absent") for e in examples[:3]] == answers
     assert len({tuple(e) for e in examples}) == 1, "every example has every column"
     if answers != ["5", None, "5"]:
-        words = f"a.jsonl example 1 has no text in '{column}'"
+        number = 1 + [isinstance(x, str) and x not in ("absent", " ", "") for x in answers].index(
+            False
+        )
+        words = f"a.jsonl example {number} has no text in '{column}'"
         refused(lambda: load_examples(file, "", "train", *names), words)
 
 

@@ -1,17 +1,19 @@
 """The packages of a run, which config.py compares with requirements.txt before jax is imported."""
 
 import contextlib
-from importlib import metadata
+from importlib import metadata, util
 
 from infra.mistakes import UserMistake
 from infra.settings import REPO
 
+MODULES = {"pyyaml": "yaml", "orbax-checkpoint": "orbax"}  # those of another name
 REQUIREMENTS, OF_ENGINE = REPO / "requirements.txt", REPO / "requirements-sglang.txt"
 
 
 def describe_newer_packages() -> list[str]:
     """A line for each package that is above its bound in REQUIREMENTS, or where sglang-jax is
-    installed in OF_ENGINE. Raises UserMistake if packages are below their bounds or missing."""
+    installed in OF_ENGINE. Raises UserMistake if packages are below their bounds or missing; one
+    that can be imported and tells no version is neither."""
     try:
         from packaging.requirements import InvalidRequirement, Requirement
     except ImportError:  # other packages bring it; without it nothing is compared
@@ -29,7 +31,8 @@ def describe_newer_packages() -> list[str]:
         version = next((x.version for x in metadata.distributions(name=name) if x.version), "")
         if version and bound.contains(version, prereleases=True):
             continue
-        if not bound.operator.startswith("<"):
+        is_missing = not version and not util.find_spec(MODULES.get(name, name.replace("-", "_")))
+        if (version or is_missing) and not bound.operator.startswith("<"):
             older.append(f"{name} {version or 'is missing'} (needed: {bound})")
         elif version:
             newer.append(f"{name} {version} is newer than any tested version ({bound})")

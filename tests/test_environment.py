@@ -89,6 +89,31 @@ def test_a_missing_package_counts_and_without_packaging_or_the_file_nothing_is_c
     assert describe_newer_packages() == []
 
 
+@pytest.mark.parametrize(
+    "package, module",
+    [
+        ("made-here", "made_here.py"),
+        ("pyyaml", "yaml/__init__.py"),
+        ("orbax-checkpoint", "orbax/checkpoint/__init__.py"),
+    ],
+)
+def test_a_package_that_imports_and_tells_no_version_is_not_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, module: str
+) -> None:
+    wanted, folder = tmp_path / "requirements.txt", tmp_path / "alone"
+    wanted.write_text(f"{package}>=1.0,<2")
+    monkeypatch.setattr(environment, "REQUIREMENTS", wanted)
+    monkeypatch.setattr(sys, "path", [str(folder)])
+    monkeypatch.setattr(sys, "path_importer_cache", {})
+    for name in {"yaml", "orbax"} & sys.modules.keys():
+        monkeypatch.delitem(sys.modules, name)
+    assert f"{package} is missing (needed: >=1.0)" in mistake()
+    (folder / module).parent.mkdir(parents=True)
+    (folder / module).touch()
+    sys.path_importer_cache.clear()
+    assert describe_newer_packages() == []
+
+
 def test_where_the_engine_is_installed_its_bounds_replace_those_of_the_same_packages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -246,23 +246,29 @@ class _Server:
         `completions` gets them first. If the questions are lists of messages, so are `prompts` and
         `completions`. The numbers in the column `environments` become the objects; functions in
         other files than that of the class do not get this column. A function with `solution_str`
-        is verl's, and is called as there."""
+        or `solution_strs` is verl's, and is called as there."""
         state = columns.pop("trainer_state", None) or None
         numbers = columns.pop("environments", None)
         if numbers and self._class:
             columns["environments"] = [self._environments[n] for n in numbers]
         function = getattr(self._module, name)
         parameters = inspect.signature(function).parameters
-        if "solution_str" in parameters:
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        is_batch = "solution_strs" in parameters
+        if is_batch or "solution_str" in parameters:
             calls = _verl_arguments(completions, columns, dataset)
+            if is_batch:
+                calls = [{f"{name}s": [x[name] for x in calls] for name in calls[0]}]
+            calls = [{k: x[k] for k in x if takes_all or k in parameters} for x in calls]
             scores = [self._result(function(**arguments)) for arguments in calls]
+            scores = scores[0] if is_batch else scores
             return [score["score"] if isinstance(score, dict) else score for score in scores]
         prompts = columns.pop("prompts", None)
         answers: list = completions
         if prompts:
             answers = [[{"role": "assistant", "content": text}] for text in completions]
         named: dict[str, Any] = {"completions": answers, **columns}
-        if "prompts" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        if "prompts" in parameters or takes_all:
             named["prompts"] = prompts or columns.get("question")
         trl_arguments = TRL_ARGUMENTS | {"trainer_state": state and SimpleNamespace(**state)}
         named |= {name: value for name, value in trl_arguments.items() if name in parameters}

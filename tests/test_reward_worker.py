@@ -264,6 +264,16 @@ def rated(solution_str, ground_truth, **kwargs):
     return {"score": solution_str == "5", "acc": True}
 async def rated_later(data_source, solution_str, ground_truth, extra_info):
     return rated(solution_str, ground_truth, data_source=data_source, extra_info=extra_info)
+def batched(data_sources, solution_strs, ground_truths, extra_infos, **kwargs):
+    assert (data_sources, extra_infos, kwargs) == (["", ""], [{}, {}], {})
+    return [10 * float(x) + float(y) for x, y in zip(ground_truths, solution_strs)]
+def of_two_lists(solution_strs, ground_truths):
+    return [{"score": x == y} for x, y in zip(solution_strs, ground_truths)]
+async def keywords_later(solution_strs, **kwargs):
+    assert sorted(kwargs) == ["data_sources", "extra_infos", "ground_truths"]
+    return map(float, solution_strs)
+def gsm8k(solution_str, ground_truth, method="strict", format_score=0.0, score=1.0):
+    return score if (solution_str, method) == (ground_truth, "strict") else format_score
 def every_column(completions, question, answer, completion_ids):
     return [float(t) for t in completions]
 """
@@ -278,6 +288,10 @@ SIGNATURE_REWARDS = {  # of the completions "4" and "5"
     "bare_one": [5.0, 6.0],
     "positional": [8.0, 11.0],
     "renamed": [4.0, 5.0],
+    "batched": [44.0, 75.0],
+    "of_two_lists": [1.0, 0.0],
+    "keywords_later": [4.0, 5.0],
+    "gsm8k": [1.0, 0.0],
     "every_column": [4.0, 5.0],
     "compute_score": [44.0, 75.0],
     "rated": [0.0, 1.0],

@@ -447,6 +447,11 @@ def _cast(name: str, value: object, schema: dict[str, Any]) -> object:
         types = [TYPES.get(x, object) for x in wanted if x != "boolean"]
         # Python counts a bool as an integer.
         if "boolean" in wanted if isinstance(form, bool) else isinstance(form, (*types,)):
+            items = schema.get("items") or schema.get("additionalProperties") or {}
+            if isinstance(form, dict):
+                return {key: _cast(f"{name}[{key!r}]", x, items) for key, x in form.items()}
+            if isinstance(form, list):
+                return [_cast(f"{name}[{i}]", x, items) for i, x in enumerate(form)]
             return form
     if wanted:
         raise TypeError(f"{name} must be {' or '.join(wanted)}, not {value!r:.80}")

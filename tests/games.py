@@ -143,6 +143,8 @@ class Typed(Calculator):
         switch: bool = False,
         several: list[str] = (),
         maybe: int | None = 0,
+        numbers: list[int] | None = None,
+        table: dict[str, list[float]] | None = None,
     ) -> str:
         """Shows its arguments.
 
@@ -153,7 +155,11 @@ class Typed(Calculator):
             switch: A switch.
             several: Texts.
             maybe: A whole number or nothing.
+            numbers: Whole numbers.
+            table: Numbers by names.
         """
+        if numbers or table:
+            return repr(numbers or table)
         return repr((text, whole, real, switch, several, maybe))
 
 

@@ -439,6 +439,12 @@ TYPED = {  # a value as JSON, or as the text of a parameter: what the tool gets
     ("several", '"a"', "a"): "error: TypeError: several must be array, not 'a'",
     ("maybe", "null", "None"): "('', 0, 0.0, False, (), None)",
     ("maybe", '"7"', "7"): "('', 0, 0.0, False, (), 7)",
+    ("numbers", '["1", 2.0, 3]', '["1", 2.0, 3]'): "[1, 2, 3]",
+    ("numbers", '[1, "x"]', '[1, "x"]'): "error: TypeError: numbers[1] must be integer, not 'x'",
+    ("numbers", "[2.5]", None): "error: TypeError: numbers[0] must be integer, not 2.5",
+    ("several", "[1, true]", "[1, true]"): "('', 0, 0.0, False, ['1', 'true'], 0)",
+    ("table", '{"a": ["1.5"]}', '{"a": ["1.5"]}'): "{'a': [1.5]}",
+    ("table", '{"a": [true]}', None): "error: TypeError: table['a'][0] must be number, not True",
 }
 
 

@@ -1,6 +1,7 @@
 """The processes of a run: they join, compare what they are about to run, and end together."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -29,6 +30,8 @@ from infra.mistakes import Unwritable, UserMistake
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SILENCE_S = 30  # a process that is silent for so many seconds counts as dead
+# Errors of a write. Those of a file have its name; for a socket's the log is tried.
+OF_THE_LOG = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 # The number of processes, as jax, MaxText, MPIs, torchrun, Horovod and SkyPilot call it.
 COUNTS = """JAX_NUM_PROCESSES JAX_PROCESS_COUNT NNODES OMPI_COMM_WORLD_SIZE PMI_SIZE
     MV2_COMM_WORLD_SIZE WORLD_SIZE LOCAL_WORLD_SIZE HOROVOD_SIZE FLUX_JOB_SIZE JSM_NAMESPACE_SIZE
@@ -357,7 +360,7 @@ def exiting_on_error() -> Iterator[None]:
             end_process(1, error.code or "")
         if isinstance(error, UserMistake):
             end_process(2, "\n".join(f"error: {line}" for line in str(error).splitlines()))
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and error.errno in OF_THE_LOG and not error.filename:
             try:
                 print(flush=True)
             except OSError as failure:

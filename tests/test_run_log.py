@@ -190,6 +190,23 @@ def test_a_log_that_cannot_be_written_at_the_start_is_one_line(
     assert (done.returncode, done.stderr) == (2, errors)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        "OSError('no number')",
+        "OSError(111, 'Connection refused')",
+        "TimeoutError('the hub')",
+        "FileNotFoundError(2, 'No such file', 'x')",
+        "OSError(28, 'No space left on device', 'x')",
+    ],
+)
+def test_an_error_that_is_not_of_the_log_prints_its_traceback_and_no_empty_line(error) -> None:
+    code = f"from infra import hosts\nwith hosts.exiting_on_error():\n    raise {error}"
+    arguments = {"cwd": REPO, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-c", code], **arguments)
+    assert (done.returncode, done.stdout) == (1, "") and done.stderr.startswith("Traceback")
+
+
 def test_a_file_is_replaced_by_a_complete_one_or_not_at_all(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     replace_file(file, "old")

@@ -161,8 +161,10 @@ GIB = 2**30
 
 def print_plan(plan: Plan, flags: argparse.Namespace) -> int:
     """Prints the sizes and the layouts of the run, the memory of each program once the program is
-    compiled, and if all fit the time of a step. Returns the exit code."""
-    slice_name, _ = flags.plan, describe_time(plan, flags)  # it raises before minutes of compiling
+    compiled, and if all fit the time of a step. Returns the exit code. Raises UserMistake."""
+    slice_name, mean, T = flags.plan, flags.mean_completion or 0, plan.cfg.max_length_sample
+    if mean > T:
+        raise UserMistake(f"--mean-completion={mean} is above MAX_LENGTH_SAMPLE={T}; lower it")
     print_sizes(plan, slice_name)
     print(
         "| GiB per device | arguments | temporaries | rest of run | total | fits | compiled in |\n"

@@ -336,7 +336,7 @@ def total_rewards(
     of the group; functions of weight 0 only measure. It is NaN where no such function applies, or
     where one of them does not: it could not be compared with the other totals. TRL adds what there
     is, so that a completion without a verdict counts like a wrong one.
-    Raises UserMistake if a returned list is wrong.
+    Raises UserMistake if a returned list is wrong, or a total too large.
     """
     function_rewards = np.full((len(completions), len(functions)), np.nan)
     for column, function in enumerate(functions):
@@ -349,7 +349,11 @@ def total_rewards(
     is_incomplete = (counts & ~applies & (weighted != 0)).any(axis=1)  # [completions]
     applies &= counts
     has_total = (applies & ((weighted != 0) | ~weighted.any())).any(axis=1) & ~is_incomplete
-    totals = np.where(applies, function_rewards * weighted, 0.0).sum(axis=1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        totals = np.where(applies, function_rewards * weighted, 0.0).sum(axis=1)
+    if (is_beyond := has_total & ~(abs(totals) <= LARGEST_REWARD)).any():
+        reason = f"beyond {LARGEST_REWARD:g}; scale the rewards, or lower REWARD_WEIGHTS"
+        raise UserMistake(f"a total reward is {totals[is_beyond][0]:g}, {reason}")
     return np.where(has_total, totals, np.nan), function_rewards
 
 

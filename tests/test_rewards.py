@@ -6,6 +6,7 @@ import math
 import random
 import re
 import time
+import warnings
 from fractions import Fraction
 
 import numpy as np
@@ -465,6 +466,29 @@ def test_a_malformed_return_is_named(returned: object, message: str) -> None:
 
     with pytest.raises(UserMistake, match=message):
         total_rewards(["a", "b"], {}, [odd], [1.0])
+
+
+@pytest.mark.parametrize(
+    "scores, weights, total",
+    [
+        ([1e30, 1e30], [1.0, 1.0], r"2e\+30"),
+        ([1e30, 0], [1e10, 1.0], r"1e\+40"),
+        ([-3.0, 1.0], [1e30, 1.0], r"-3e\+30"),
+        ([1e30, 1.0], [1e300, 1.0], "inf"),
+        ([1e30, -1e30], [1e300, 1e300], "nan"),
+    ],
+)
+def test_a_total_beyond_the_bound_is_refused_though_its_rewards_are_within(
+    scores: list[float], weights: list[float], total: str
+) -> None:
+    functions = [lambda completions, s=score, **_: [0.0, s] for score in scores]
+    line = (
+        rf"^a total reward is {total}, beyond 1e\+30; scale the rewards, or lower REWARD_WEIGHTS$"
+    )
+    with pytest.raises(UserMistake, match=line), warnings.catch_warnings(action="error"):
+        total_rewards(["a", "b"], {}, functions, weights)
+    totals, _ = total_rewards(["a", "b"], {}, functions, [0.5, 0.0])
+    assert totals.tolist() == [0.0, scores[0] / 2]
 
 
 # ---- What REWARD_FN names ------------------------------------------------------------------------

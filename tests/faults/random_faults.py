@@ -1,24 +1,30 @@
 """Runs the demo while faults strike it at random moments, and checks that no result changes.
 
-    python tests/faults/random_faults.py --minutes 60 --processes both
+    python tests/faults/random_faults.py --minutes 60 --processes both --faults 30
 
 The demo is train_grpo.py with the tiny model, in short runs on a CPU. Whenever a run ends, the same
 command is started again with the same OUTPUT_DIR, until all its steps are done. Then what it leaves
 is compared with an undisturbed run, and a run with the next SEED begins, until the minutes are
-over. The faults, which strike one of two processes or both:
+over or so many faults have struck. The faults, which strike one of two processes or both:
 
-* killed: SIGKILL. stopped: SIGTERM. frozen: SIGSTOP, and SIGCONT up to 5 seconds later.
+* killed: SIGKILL. stopped: SIGTERM. interrupted: SIGINT. hung up: SIGHUP.
+* frozen: SIGSTOP, and SIGCONT up to 5 seconds later.
 * silent: SIGSTOP to one of two processes, until the heartbeat's timeout has ended the other one.
 * starved: no file of the process gets longer than a random size (RLIMIT_FSIZE).
+* damaged: SIGKILL to all, and a file of a checkpoint, of the export or of the run is emptied, cut,
+  deleted, or a byte of it changes. If the next start refuses it, the file is put back.
 
-A fault comes a random time after a line that process 0 prints in a phase. Goodput is the share of
-the computed steps that count: a step that a resumed run computes again counts once. The exit code
-is 1 if anything is wrong.
+A fault comes a random time after a line that process 0 prints in a phase, or after the export has
+begun. After each end all checkpoints but those that were damaged must match their checksums, the
+newest must not be older than the steps allow, and the next start must resume from it. Goodput is
+the share of the computed steps that count: a step that a resumed run computes again counts once.
+The exit code is 1 if anything is wrong.
 """
 
 import argparse
 import itertools
 import json
+import logging
 import os
 import random
 import re
@@ -35,18 +41,24 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
 
+import numpy as np
 from runs import checkpoint_arrays, environment, metric_records, start, start_two
 
-KINDS = ("killed", "stopped", "frozen", "silent", "starved")
-# A line of each phase, and the longest time in seconds from it to a fault.
+SIGNALS = {"killed": signal.SIGKILL, "damaged": signal.SIGKILL, "stopped": signal.SIGTERM}
+SIGNALS |= {"interrupted": signal.SIGINT, "hung up": signal.SIGHUP}
+KINDS = (*SIGNALS, "frozen", "silent", "starved")
+# A line of each phase, and the longest time in seconds from it to a fault. The export writes its
+# files after the line.
 PHASES = {"start": ("^backend=", 5), "compile": ("^output=", 5), "step": ("^step=", 0.5)}
 PHASES |= {"evaluation": ("^eval step=", 1), "end": ("^verdict", 0.1)}
+PHASES |= {"export": ("^(eval step=|resumed after ){STEPS} ", 0.1)}
 SETTINGS = environment(
     """STEPS=40 ROLLOUT_GLOBAL_BATCH_SIZE=4 NUM_PRE_Q=8 TRAIN_MICRO_BATCH_SIZE=16 REWARD_FN=
     EVAL_EVERY_STEPS=8 EVAL_PROMPTS=64 SAVE_EVERY_STEPS=3 SAMPLE_EVERY_STEPS=4 REWARD_WEIGHTS=
-    INIT_TIMEOUT_S=300 WANDB_MODE=disabled"""
+    INIT_TIMEOUT_S=900 WANDB_MODE=disabled"""
 )
-HUNG_S = 400  # a run that takes longer after its last fault does not end by itself
+HUNG_S = 1800  # a run that takes longer after its last fault does not end by itself
+HUNG = f"it had not ended after {HUNG_S} s"
 
 
 class Fault(NamedTuple):
@@ -57,10 +69,11 @@ class Fault(NamedTuple):
 
 
 def random_faults(rng: random.Random, processes: int) -> Iterator[Fault]:
-    """Faults without end; each kind and each phase is as likely as the others."""
+    """Faults without end, in random order; each kind comes as often as the others in each phase."""
     kinds = [kind for kind in KINDS if processes > 1 or kind != "silent"]
+    pairs = [*itertools.product(kinds, PHASES)]
     while True:
-        yield Fault(rng.choice(kinds), rng.choice([*PHASES]))
+        yield from itertools.starmap(Fault, rng.sample(pairs, len(pairs)))
 
 
 # ---- One start of the command --------------------------------------------------------------------
@@ -88,12 +101,18 @@ def run_once(
     struck, lines = [], []
     for fault in faults:
         words, seconds = PHASES[fault.phase]
+        words = words.replace("{STEPS}", env["STEPS"])
+        exported = changed_at(out / "hf")
         to_come = 1 + rng.randrange(6) * (fault.phase == "step")
         while to_come and (line := running[0].stdout.readline().decode()):
             lines.append(line)
             to_come -= bool(re.match(words, line))
         if to_come:
             break  # the run has ended before this phase
+        while fault.phase == "export" and changed_at(out / "hf") == exported:
+            if running[0].poll() is not None:
+                break
+            time.sleep(0.001)
         time.sleep(rng.uniform(0, seconds))
         struck.append(fault)
         strike(running, fault.kind, rng)
@@ -105,25 +124,28 @@ def run_once(
             texts = process.communicate(timeout=HUNG_S)
         except subprocess.TimeoutExpired:
             process.kill()
-            texts = *process.communicate(), b"it hung"
+            texts = *process.communicate(), HUNG.encode()
         stdout, *errors = (text.decode() for text in texts)
         read = lines if i == 0 else []
         ends.append(End(process.returncode, [*read, *stdout.splitlines()], "".join(errors)))
     return struck, ends
 
 
+def changed_at(folder: Path) -> int:
+    return folder.stat().st_mtime_ns if folder.exists() else 0
+
+
 def strike(running: list[subprocess.Popen], kind: str, rng: random.Random) -> None:
     """Strikes one process or all, now."""
-    both = kind != "silent" and rng.random() < 0.5
+    both = kind == "damaged" or (kind != "silent" and rng.random() < 0.5)
     victims = running if both else [rng.choice(running)]
     size = int(2 ** rng.uniform(8, 24))  # from 256 bytes to more than a checkpoint
-    numbers = {"killed": signal.SIGKILL, "stopped": signal.SIGTERM}
     for victim in victims:
         if victim.poll() is None:
             if kind == "starved":
                 resource.prlimit(victim.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
             else:
-                victim.send_signal(numbers.get(kind, signal.SIGSTOP))
+                victim.send_signal(SIGNALS.get(kind, signal.SIGSTOP))
     if kind == "frozen":
         time.sleep(rng.uniform(0.2, 5))
     while kind == "silent" and any(p.poll() is None for p in running if p not in victims):
@@ -138,14 +160,18 @@ def wrong_ends(ends: list[End], kinds: set[str]) -> list[str]:
     allowed = {0}
     if len(ends) > 1 and kinds - {"frozen"}:  # another process is gone, as we or jax have found
         allowed |= {1, -signal.SIGABRT}
-    if "killed" in kinds:
-        allowed |= {-signal.SIGKILL}
-    if "stopped" in kinds:
-        allowed |= {-signal.SIGTERM, 128 + signal.SIGTERM}
+    heeded = {128 + number for number in SIGNALS.values() if number != signal.SIGKILL}
+    for number in {SIGNALS[kind] for kind in kinds & SIGNALS.keys()}:
+        allowed |= {-number, 128 + number} - {128 + signal.SIGKILL}
     if "starved" in kinds:
         allowed |= {1, 2}
+    if "damage" in kinds:  # it was damaged before this start, which may refuse it
+        allowed |= {2}
     wrong = []
     for i, end in enumerate(ends):
+        text = "\n".join(end.lines)
+        if end.errors.endswith(HUNG):
+            wrong.append(f"process {i}: {HUNG}")
         if end.code not in allowed:
             wrong.append(f"process {i} has ended with exit code {end.code}")
         # A signal that comes after this line is still acknowledged by one of its own.
@@ -155,23 +181,113 @@ def wrong_ends(ends: list[End], kinds: set[str]) -> list[str]:
         says_why = re.search("^error: ", "\n".join(end.errors.splitlines()[-8:]), re.M)
         if end.code in (1, 2) and not says_why:
             wrong.append(f"process {i} has exit code {end.code}, and no line at the end says why")
-        if end.code == 143 and "Traceback" in end.errors:
+        if end.code in heeded and "Traceback" in end.errors:
             wrong.append(f"process {i} has printed a traceback")
+        for steps, saved in re.findall(r"^STOPPED: .*steps=(\d+) saved_step=(\w+)", text, re.M):
+            if steps != saved and steps != "0":
+                wrong.append(f"process {i} has stopped after {steps} steps and saved {saved}")
     return wrong
+
+
+# ---- Damages -------------------------------------------------------------------------------------
+
+
+class Damage(NamedTuple):
+    """A file of a run that we have damaged."""
+
+    file: Path
+    how: str
+    before: bytes
+    after: bytes | None  # None: it was deleted
+
+    def is_there(self) -> bool:
+        """Whether the run has not replaced the file, nor deleted the checkpoint that it is of."""
+        content = self.file.read_bytes() if self.file.exists() else None
+        return self.file.parent.exists() and content == self.after
+
+
+def damage_file(out: Path, rng: random.Random) -> Damage | None:
+    """Damages a file of the run's checkpoints, of its export or of the run; None if it has none."""
+    checkpoints = sorted(path for path in (out / "checkpoints").glob("*") if path.name.isdecimal())
+    single = [out / name for name in ("run.json", ".saved", "config.yaml", "summary.json")]
+    groups = [[*path.rglob("*")] for path in (*checkpoints, out / "hf")] + [single]
+    groups = [files for group in groups if (files := sorted(x for x in group if x.is_file()))]
+    if not groups:
+        return None
+    file, how = rng.choice(rng.choice(groups)), rng.choice(("emptied", "cut", "changed", "deleted"))
+    before, at = file.read_bytes(), rng.random()
+    i = int(at * len(before))
+    changed = before[:i] + bytes(x ^ 0x55 for x in before[i : i + 1]) + before[i + 1 :]
+    after = {"emptied": b"", "cut": before[:i], "changed": changed}.get(how)
+    file.unlink() if after is None else file.write_bytes(after)
+    return Damage(file, how, before, after)
 
 
 # ---- What a run leaves ---------------------------------------------------------------------------
 
 
+def checksum(x: np.ndarray) -> int:
+    """The checksum that infra/checkpoint.py documents, by NumPy."""
+    bits = x.reshape(-1).view(f"u{x.dtype.itemsize}").astype(np.uint64)
+    return int((bits * (2 * np.arange(bits.size, dtype=np.uint64) + 1)).sum() % 2**32)
+
+
+def read_checkpoints(out: Path) -> dict[int, str]:
+    """{step: why it cannot be read, or ""} of the checkpoints that look complete."""
+    found = {}
+    for path in (out / "checkpoints").glob("*"):
+        if path.name.isdecimal():
+            try:
+                record = json.loads((path / "record" / "metadata").read_text())
+                sums = map(checksum, checkpoint_arrays(out, int(path.name)).values())
+                is_same = sorted(sums) == sorted(record["arrays"].values())
+                found[int(path.name)] = "" if is_same else "an array has another checksum"
+            except Exception as error:  # orbax's errors of damaged files are of any kind
+                found[int(path.name)] = repr(error)[:200]
+    return found
+
+
+def wrong_checkpoints(
+    out: Path, end: End, before: dict[int, str], damages: list[Damage], save_every: int
+) -> tuple[dict[int, str], list[str]]:
+    """The checkpoints after a start, see read_checkpoints, and what is wrong with them.
+
+    end: of process 0. before: the checkpoints before this start. damages: of before it.
+    """
+    text, after, damaged = "\n".join(end.lines), read_checkpoints(out), set()
+    for x in damages:
+        if (out / "checkpoints") in x.file.parents:
+            damaged.add(int(x.file.relative_to(out / "checkpoints").parts[0]))
+    wrong = [f"checkpoint {i}: {why}" for i, why in after.items() if why and i not in damaged]
+    for step in map(int, re.findall(r"checkpoint \S+/(\d+) is damaged and passed over", text)):
+        if step not in damaged:
+            wrong.append(f"checkpoint {step} was passed over")
+    newest = max((i for i, why in before.items() if i not in damaged), default=0)
+    resumed = [int(x) for x in re.findall(r"^resumed after (\d+) of", text, re.M)]
+    begun = re.search("^step=|^eval step=", text, re.M)
+    if (resumed and resumed[0] < newest) or (newest and begun and not resumed):
+        wrong.append(f"it had checkpoint {newest} and resumed from {resumed or 'none'}")
+    printed = [int(x) + 1 for x in re.findall(r"^step=(\d+) ", text, re.M)]
+    at_least = max(printed, default=0) // save_every * save_every - save_every
+    if at_least > 0 and max(after, default=0) < at_least:
+        wrong.append(f"{max(printed)} steps were done, and {max(after, default=0)} are saved")
+    return after, wrong
+
+
 def mistakes_in(out: Path, undisturbed: Path) -> list[str]:
     """A sentence for everything in the folder of a run that is not as the undisturbed run left it;
     what depends on the clock and on names of folders is left out."""
+    exported = [path.relative_to(undisturbed) for path in sorted((undisturbed / "hf").iterdir())]
+    kept = [*map(Path, ("metrics.jsonl", "eval.jsonl", "samples.jsonl")), *exported]
+    last = max(int(path.name) for path in (undisturbed / "checkpoints").glob("[0-9]*"))
+    documents = [*map(Path, ("run.json", "summary.json", f"checkpoints/{last}/record/metadata"))]
+    if missing := [name for name in (*kept, *documents) if not (out / name).is_file()]:
+        return [f"{name} is missing" for name in missing]
     records = [
         {f"line {i}": x for i, x in enumerate(metric_records(x))} for x in (out, undisturbed)
     ]
     wrong = differences("metrics.jsonl", *records)
-    exported = [path.relative_to(undisturbed) for path in sorted((undisturbed / "hf").iterdir())]
-    for name in (Path("eval.jsonl"), Path("samples.jsonl"), *exported):
+    for name in kept[1:]:
         if (out / name).read_bytes() != (undisturbed / name).read_bytes():
             wrong.append(f"{name} has other bytes")
     for folder in (Path(), Path("checkpoints"), Path("hf")):
@@ -179,8 +295,7 @@ def mistakes_in(out: Path, undisturbed: Path) -> list[str]:
         # A signal saves checkpoints that the undisturbed run has not made.
         left = sorted(name for name in names - known if not name.isdecimal())
         wrong += [f"{folder / name} is left over" for name in left]
-    last = max(int(path.name) for path in (undisturbed / "checkpoints").glob("[0-9]*"))
-    for name in ("run.json", "summary.json", f"checkpoints/{last}/record/metadata"):
+    for name in documents:
         values = [json.loads((each / name).read_text()) for each in (out, undisturbed)]
         for each in values:
             for clock in ("run_id", "sha256", "last", "settings", "lengths"):
@@ -188,7 +303,7 @@ def mistakes_in(out: Path, undisturbed: Path) -> list[str]:
             # A run that is stopped after its last step saves it before it is evaluated.
             for evaluation in ("accuracy", "best_step", "best_accuracy"):
                 each.pop(evaluation, None)
-        wrong += differences(name, *values)
+        wrong += differences(str(name), *values)
     arrays = [checkpoint_arrays(each, last) for each in (out, undisturbed)]
     return wrong + differences(
         f"checkpoint {last}", *({name: x.tobytes() for name, x in each.items()} for each in arrays)
@@ -208,6 +323,7 @@ class Totals(NamedTuple):
     """What has happened in several runs."""
 
     struck: Counter  # of Fault
+    outcomes: Counter  # of (kind, what the exit codes and the next start were)
     codes: Counter  # of all processes
     steps: Counter  # "computed" and "counted"
 
@@ -218,40 +334,66 @@ def run_to_its_end(
     """Starts a run again and again until all its steps are done, or a start without faults fails;
     returns what was wrong."""
     rng, wrong = random.Random(f"{env['SEED']} {processes}"), []
+    damages: list[Damage] = []  # those that no run has repaired
+    checkpoints: dict[int, str] = {}
     for number in itertools.count(1):
+        began, damages = time.monotonic(), [x for x in damages if x.is_there()]
         struck, ends = run_once(out, env, processes, faults, rng)
-        codes = [end.code for end in ends]
-        found = wrong_ends(ends, {fault.kind for fault in struck})
+        codes, kinds = [end.code for end in ends], {fault.kind for fault in struck}
+        every = int(env["SAVE_EVERY_STEPS"])
+        checkpoints, found = wrong_checkpoints(out, ends[0], checkpoints, damages, every)
+        found += wrong_ends(ends, kinds | ({"damage"} if damages else set()))
         wrong += [f"start {number} of {out}: {text}\n{ends}" for text in found]
         totals.struck.update(struck)
         totals.codes.update(codes)
         totals.steps["computed"] += sum(line.startswith("step=") for line in ends[0].lines)
+        refused = damages and 2 in codes
         told = "; ".join(f"{kind} in {phase}" for kind, phase in struck) or "no fault"
-        print(f"{out.name} start {number}: {told}: exit {codes}", flush=True)
-        if not any(codes) or not struck:
+        told += f": exit {codes}, checkpoints {sorted(checkpoints)}"
+        told += ", a damage was refused" * bool(refused)
+        text = "\n".join(ends[0].lines)
+        told += ", a damage was passed over" * ("is damaged and passed over" in text)
+        for x in damages if refused else ():
+            x.file.parent.mkdir(parents=True, exist_ok=True)
+            x.file.write_bytes(x.before)
+        damages = [] if refused else damages
+        if "damaged" in kinds and (made := damage_file(out, rng)):
+            damages.append(made)
+            told += f", {made.file.relative_to(out)} is {made.how}"
+        totals.outcomes.update((kind, f"exit {sorted({*codes})}") for kind in kinds)
+        told += f", {len(found)} wrong, {time.monotonic() - began:.0f} s"
+        print(f"{out.name} start {number}: fault {totals.struck.total()}, {told}", flush=True)
+        for line in found:
+            print(f"    WRONG: {line}", flush=True)
+        if not any(codes) and not damages or not (struck or refused):
             totals.steps["counted"] += int(env["STEPS"])
             return wrong
 
 
-def drill(folder: Path, processes: int, minutes: float, seed: int) -> list[str]:
-    """Disturbs runs with so many processes for so many minutes; returns what was wrong."""
-    totals, wrong, end = (
-        Totals(Counter(), Counter(), Counter()),
-        [],
-        time.monotonic() + 60 * minutes,
-    )
-    for number in itertools.takewhile(lambda _: time.monotonic() < end, itertools.count(seed)):
-        env = SETTINGS | {"SEED": str(number)}
+def drill(folder: Path, processes: int, args: argparse.Namespace) -> list[str]:
+    """Disturbs runs with so many processes; returns what was wrong."""
+    totals, wrong = Totals(*map(Counter, [()] * 4)), []
+    end = time.monotonic() + 60 * args.minutes
+
+    def goes_on(_: object) -> bool:
+        return time.monotonic() < end and totals.struck.total() < args.faults
+
+    for number in itertools.takewhile(goes_on, itertools.count(args.seed)):
+        env = SETTINGS | {"SEED": str(number), "STEPS": str(args.steps)}
         ours, theirs = (folder / f"{name}{processes}_{number}" for name in ("run", "undisturbed"))
-        failed = run_to_its_end(theirs, env, processes, iter(()), Totals(*map(Counter, "   ")))
+        failed = run_to_its_end(theirs, env, processes, iter(()), Totals(*map(Counter, [()] * 4)))
         if failed:
             return failed
-        faults = random_faults(random.Random(number), processes)
-        faults = itertools.takewhile(lambda _: time.monotonic() < end, faults)
+        faults = itertools.takewhile(goes_on, random_faults(random.Random(number), processes))
         wrong += run_to_its_end(ours, env, processes, faults, totals)
-        wrong += [f"{ours}: {text}" for text in mistakes_in(ours, theirs)]
+        mistakes = mistakes_in(ours, theirs)
+        wrong += [f"{ours}: {text}" for text in mistakes]
+        told = "; ".join(mistakes) or "it equals the undisturbed run"
+        print(f"{ours.name}: {told}", flush=True)
     counts = ", ".join(f"{kind} in {phase} {n}" for (kind, phase), n in totals.struck.items())
     print(f"{processes} process(es): {totals.struck.total()} faults: {counts}")
+    for (kind, outcome), n in sorted(totals.outcomes.items()):
+        print(f"{kind}: {n} x {outcome}")
     print(f"exit codes: {dict(totals.codes)}; steps: {dict(totals.steps)}", flush=True)
     return wrong
 
@@ -259,13 +401,21 @@ def drill(folder: Path, processes: int, minutes: float, seed: int) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=60, help="for how long faults strike")
+    parser.add_argument(
+        "--faults", type=int, default=10**6, help="the most of them, with 1 and with 2"
+    )
+    parser.add_argument("--steps", type=int, default=40, help="of a run")
     parser.add_argument("--processes", choices=["1", "2", "both"], default="both")
     parser.add_argument("--seed", type=int, default=0, help="the SEED of the first run")
     args = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"  # also of this process, which reads checkpoints
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    for number in (signal.SIGINT, signal.SIGHUP):  # a child of `nohup` and `&` would ignore them
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     counts = [1, 2] if args.processes == "both" else [int(args.processes)]
-    folder, minutes = Path(tempfile.mkdtemp(prefix="faults_")), args.minutes / len(counts)
-    wrong = [text for n in counts for text in drill(folder, n, minutes, args.seed)]
+    args.minutes /= len(counts)
+    folder = Path(tempfile.mkdtemp(prefix="faults_"))
+    wrong = [text for n in counts for text in drill(folder, n, args)]
     print(f"wrong: {len(wrong)}; the runs are in {folder}", *wrong, sep="\n")
     raise SystemExit(1 if wrong else 0)
 

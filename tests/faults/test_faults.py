@@ -6,12 +6,16 @@ from pathlib import Path
 
 import pytest
 from faults.random_faults import (
+    HUNG,
     SETTINGS,
+    Damage,
     End,
     Fault,
     Totals,
     mistakes_in,
+    read_checkpoints,
     run_to_its_end,
+    wrong_checkpoints,
     wrong_ends,
 )
 
@@ -30,6 +34,18 @@ TRACE = "Traceback (most recent call last):"
         ("stopped", 143, "", "", None),
         ("stopped", 143, "", TRACE, "has printed a traceback"),
         ("stopped", 0, "DONE: steps=6", "", None),
+        ("interrupted", 130, "STOPPED: SIGINT steps=5 saved_step=5", "", None),
+        (
+            "interrupted",
+            130,
+            "STOPPED: SIGINT steps=5 saved_step=3",
+            "",
+            "has stopped after 5 steps",
+        ),
+        ("hung up", 129, "", TRACE, "has printed a traceback"),
+        ("hung up", 130, "", "", "has ended with exit code 130"),
+        ("damaged", -9, "", "", None),
+        ("damage", 2, "", "error: run.json is damaged", None),
         ("stopped", 0, "step=5", "", "has ended with exit code 0 and is not done"),
     ],
 )
@@ -37,7 +53,44 @@ def test_an_end_that_does_not_follow_from_the_fault_is_found(
     kind: str, code: int, last: str, errors: str, says: str | None
 ) -> None:
     found = wrong_ends([End(code, [last], errors)], {kind})
-    assert found == ([f"process 0 {says}"] if says else [])
+    assert [text[: len(f"process 0 {says}")] for text in found] == (
+        [f"process 0 {says}"] * bool(says)
+    )
+
+
+def test_a_process_that_does_not_end_is_told_also_if_it_was_killed_before() -> None:
+    assert wrong_ends([End(-9, [], HUNG)], {"killed"}) == [f"process 0: {HUNG}"]
+
+
+def test_a_run_that_was_not_done_misses_files(tmp_path: Path) -> None:
+    for name in ("hf/config.json", "hf/model.safetensors", "checkpoints/6/record/metadata"):
+        (tmp_path / "a" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "a" / name).touch()
+    (tmp_path / "b").mkdir()
+    found = mistakes_in(tmp_path / "b", tmp_path / "a")
+    assert len(found) == 8 and "hf/config.json is missing" in found
+
+
+@pytest.mark.parametrize(
+    "lines, before, damaged, says",
+    [
+        (["resumed after 6 of 9 steps"], {3: "", 6: ""}, None, []),
+        (["resumed after 3 of 9 steps"], {3: "", 6: ""}, None, ["it had checkpoint 6 and resumed"]),
+        (["resumed after 3 of 9 steps"], {3: "", 6: ""}, 6, []),
+        (["step=0 loss=1"], {3: ""}, None, ["it had checkpoint 3 and resumed from none"]),
+        (["checkpoint /x/6 is damaged and passed over: x"], {}, 6, []),
+        (["checkpoint /x/6 is damaged and passed over: x"], {}, 3, ["checkpoint 6 was passed"]),
+        (["step=7 loss=1"], {}, None, ["8 steps were done, and 0 are saved"]),
+        (["step=4 loss=1"], {}, None, []),
+    ],
+)
+def test_a_checkpoint_that_is_lost_is_found(
+    tmp_path: Path, lines: list[str], before: dict, damaged: int | None, says: list[str]
+) -> None:
+    damages = [Damage(tmp_path / f"checkpoints/{damaged}/x", "emptied", b"1", b"")]
+    end, damages = End(0, lines, ""), damages if damaged else []
+    _, found = wrong_checkpoints(tmp_path, end, before, damages, 3)
+    assert len(found) == len(says) and all(map(str.startswith, found, says))
 
 
 def test_if_one_of_two_processes_is_killed_the_other_ends_with_a_line_or_by_jax() -> None:
@@ -53,19 +106,21 @@ def test_a_disturbed_run_ends_like_the_undisturbed_one_and_what_is_planted_is_fo
     tmp_path: Path,
 ) -> None:
     undisturbed, disturbed, out = (tmp_path / name for name in ("b", "a", "planted"))
-    totals = Totals(Counter(), Counter(), Counter())
+    totals = Totals(*map(Counter, [()] * 4))
     env = SETTINGS | {"STEPS": "6", "EVAL_EVERY_STEPS": "3", "EVAL_PROMPTS": "8", "SEED": "1"}
     faults = [Fault("frozen", "evaluation"), Fault("killed", "step"), Fault("starved", "compile")]
-    assert run_to_its_end(undisturbed, env, 1, iter(()), Totals(*map(Counter, "   "))) == []
+    faults += [Fault("damaged", "export"), Fault("hung up", "start")]
+    assert run_to_its_end(undisturbed, env, 1, iter(()), Totals(*map(Counter, [()] * 4))) == []
     assert run_to_its_end(disturbed, env, 1, iter(faults), totals) == []
     assert mistakes_in(disturbed, undisturbed) == []
-    assert totals.struck.total() == 3 and totals.codes[-9] == totals.codes[0] == 1
+    assert totals.struck.total() in (4, 5) and totals.codes[-9] in (1, 2) and totals.codes[0]
     assert totals.steps["computed"] >= totals.steps["counted"] == 6
     shutil.copytree(undisturbed, out)
     (out / "x.1.partial").touch()
     arrays = out / "checkpoints" / "6" / "arrays"
     shutil.rmtree(arrays)
     shutil.copytree(out / "checkpoints" / "3" / "arrays", arrays)
+    assert read_checkpoints(out) == {3: "", 6: "an array has another checksum"}
     sentences = ["x.1.partial is left over", "checkpoint 6: ['state']['opt_state']"]
     for name, old, new, sentence in (
         ("metrics.jsonl", '"step": 4', '"step": 5', "metrics.jsonl: "),

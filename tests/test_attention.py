@@ -6,6 +6,7 @@ Pallas' interpreter runs the TPU kernel here.
 
 import functools
 import math
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest.mock import Mock
@@ -47,8 +48,12 @@ SMALL = [
 FOR_SPLASH = [
     (128, 256, [([(0, 128)], [(0, 128), (0, 128)])], 2, 1, 64),  # each is a block
     (128, 384, [([(0, 40), (1, 60)], [(0, 90), (0, 30), (1, 100), (1, 70)]), OTHER], 2, 2, 128),
-    (256, 512, [([(0, 140), (1, 100)], [(0, 90), (1, 300), (1, 70)])], 4, 2, 64),  # blocks of 256
     (128, 128, [NO_PROMPT, EMPTY, ([], [(0, 20), (0, 23)])], 2, 1, 64),
+    # Rows of more than 512 places, which are padded to 1024 or 1536.
+    (256, 512, [([(0, 140), (1, 100)], [(0, 90), (1, 300), (1, 70)])], 4, 2, 64),
+    (384, 896, [([(0, 300), (1, 84)], [(0, 500), (1, 1), (1, 390)])], 2, 1, 64),
+    (128, 512, [([(0, 1), (1, 127)], [(1, 1), (0, 507), (0, 1), (1, 1)]), EMPTY], 2, 2, 64),
+    (640, 128, [([(-1, 600), (0, 40)], []), ([(0, 640)], [(0, 1)])], 2, 1, 64),
 ]
 
 
@@ -395,6 +400,29 @@ def test_the_rows_of_all_micro_steps_have_the_same_number_of_rounds_and_it_has_f
 
 
 # ---- The kernel's mask and blocks ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "S, C, num_blocks",
+    [
+        (128, 128, 2),
+        (128, 384, 4),  # blocks of 128, as 384 divides no 512
+        (256, 256, 2),
+        (128, 512, 2),
+        (640, 1792, 5),
+        (896, 14336, 30),
+    ],
+)
+def test_rows_of_more_than_512_places_have_blocks_of_512(S: int, C: int, num_blocks: int) -> None:
+    q = jax.ShapeDtypeStruct((1, S + C, 3, 64), np.float32)
+    kv = KV(*[jax.ShapeDtypeStruct((1, 1, *x), np.float32) for x in ((64, S + C), (S + C, 64))])
+
+    def loss(q: jax.Array, kv: KV) -> jax.Array:
+        return IMPLEMENTATIONS["splash"](q, kv, packed(S, C, [EMPTY]), ONE_DEVICE).sum()
+
+    grids = re.findall(r"grid=\((.*?)\)", str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(q, kv)))
+    of_heads = [sorted(map(int, grid.split(", "))) for grid in grids]
+    assert of_heads == [sorted([3, num_blocks, num_blocks])] * 3  # forward, and two of backward
 
 
 def test_the_kernel_computes_these_pairs_and_fetches_no_other_block() -> None:

@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +113,11 @@ def make_dataset(target: Path, V: int, prompt_tokens: int) -> None:
 # ---- The run -------------------------------------------------------------------------------------
 
 
-def bench(args: argparse.Namespace) -> dict[str, float | str]:
-    """Trains in a temporary folder, and returns the fields of docs/speed.md."""
+def bench(
+    args: argparse.Namespace, program: Sequence[str] = ("train_grpo.py",)
+) -> dict[str, float | str]:
+    """Trains in a temporary folder, and returns the fields of docs/speed.md. program: a script that
+    trains, with its arguments."""
     if args.steps < 3:
         raise UserMistake(f"--steps {args.steps}: the first two do not count; take 3 or more")
     with tempfile.TemporaryDirectory() as name:
@@ -144,7 +148,7 @@ def bench(args: argparse.Namespace) -> dict[str, float | str]:
         # As a user starts it. Settings in the environment of this process do not count.
         names = [field.name.upper() for field in dataclasses.fields(Config)]
         env = {name: text for name, text in os.environ.items() if name not in names} | settings
-        command = [sys.executable, "train_grpo.py"]
+        command = [sys.executable, *program]
         if code := subprocess.run(command, cwd=REPO, env=env, stdout=sys.stderr).returncode:
             raise SystemExit(code)  # the run has said why
         lines = read_lines(folder / "run" / "metrics.jsonl")
@@ -195,7 +199,7 @@ def setting(text: str) -> tuple[str, str]:
     return name, value
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     usage = "%(prog)s [arguments] [NAME=VALUE ...]"
     parser = argparse.ArgumentParser(usage=usage, description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -204,8 +208,12 @@ def main() -> None:
     add("--mean-tokens", type=int, default=0, metavar="N", help="one token of N ends a completion")
     add("--steps", type=int, default=8, metavar="N", help="steps of the run, 8 by default")
     add("settings", nargs="*", type=setting, metavar="NAME=VALUE", help="a setting of the run")
+    return parser
+
+
+def main() -> None:
     try:
-        print(json.dumps(bench(parser.parse_args())))
+        print(json.dumps(bench(make_parser().parse_args())))
     except UserMistake as error:
         exit_with_mistakes(error)
 

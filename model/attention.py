@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from model.layout import Layout, constrain_batch
 from model.logps import MASKED  # the score of a key that is not seen
+from model.one_softmax import ONE_SOFTMAX, attend_with_one_softmax
 
 ALL_POSITIONS = 2**30  # above every position: a window of this size hides nothing
 
@@ -165,7 +166,8 @@ def cached_attention(
             prompt_mask & (jnp.arange(S) - S >= oldest),
         )
     parts = [(cache.completion, written[None, None]), (cache.prompt, prompt_mask)]
-    return _attend_at_once(q, parts, layout)
+    one_softmax = layout.mesh.devices.flat[0].platform in ONE_SOFTMAX
+    return (attend_with_one_softmax if one_softmax else _attend_at_once)(q, parts, layout)
 
 
 # ---- All scores at once: short rows, and a new token with its cache ------------------------------
@@ -178,14 +180,12 @@ def _attend_at_once(q: jax.Array, parts: list[tuple[KV, jax.Array]], layout: Lay
     [X, t, keys]; or it is of P prompts, each shared by X/P consecutive rows, and its mask is
     [P, 1, keys]. A mask of [1, 1, keys] is that of all rows. False hides a key.
     """
-    X, t, H, h = q.shape
-    N = parts[0][0].k.shape[1]
+    (X, t, H, h), N = q.shape, parts[0][0].k.shape[1]
     queries = t * H // N  # of a kv head
     q = q.reshape(X, t, N, H // N, h).swapaxes(1, 2).reshape(X, N, queries, h)
     scored = []
     for kv, mask in parts:
-        P = len(kv.k)
-        share = X // P  # rows that see the same keys, which one product multiplies
+        P, share = len(kv.k), X // len(kv.k)  # rows with the same keys: one product
         mask = mask if mask.shape[1] == 1 else jnp.repeat(mask, H // N, axis=1)
         grouped = q.reshape(P, share, N, queries, h).swapaxes(1, 2)
         grouped = constrain_batch(grouped.reshape(P, N, share * queries, h), layout)

@@ -42,6 +42,7 @@ from model.network import (
     forward_token,
     split_prefix,
 )
+from model.one_softmax import attend_with_one_softmax
 from model.params import (
     Gemma3,
     Params,
@@ -306,10 +307,19 @@ def test_long_rows_are_computed_in_blocks(
     assert blocks.called
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("model, share", [("all", 1), ("all", 4), ("gemma3", 4)])
-def test_decoding_token_by_token_equals_one_unpadded_forward(model: str, share: int) -> None:
-    hidden = decoded_jit(*OF[model], *prompts_for(share), COMPLETION_IDS)
+def test_decoding_token_by_token_equals_one_unpadded_forward(
+    monkeypatch: pytest.MonkeyPatch, model: str, share: int, platform: str
+) -> None:
+    """With the attention of this platform."""
+    one_softmax = Mock(wraps=attend_with_one_softmax)
+    monkeypatch.setattr("model.attention.attend_with_one_softmax", one_softmax)
+    monkeypatch.setattr("model.attention.ONE_SOFTMAX", {"cpu"} if platform == "gpu" else {"gpu"})
+    traced_now = jit(lambda params, compute, *inputs: decoded(params, compute, *inputs))
+    hidden = traced_now(*OF[model], *prompts_for(share), COMPLETION_IDS)
     np.testing.assert_allclose(hidden, unpadded(model), rtol=0, atol=1e-5)
+    assert one_softmax.called == (platform == "gpu")
 
 
 def test_an_empty_row_and_a_fully_padded_prompt_are_finite_and_leave_others_alone() -> None:

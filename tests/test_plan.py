@@ -211,11 +211,13 @@ def test_decoding_on_a_gpu_copies_no_weight_beside_its_adapter(model: Path) -> N
     assert widths and all(width % 128 == 0 or width <= 3 * 16 for width in widths), done
 
 
-# The loops of a GPU's programs whose number of iterations the compiler does not know.
+# The loops of a GPU's programs whose number of iterations the compiler does not know, and how many
+# kernels an iteration of them has.
 WAITING = """
 import dataclasses, re, sys
 from config import Config
 from tools import plan
+from tools.launches import count_launches
 known = plan.known_config
 def few_layers(name, revision=""):
     model = known(name)
@@ -226,26 +228,29 @@ plan.known_config = few_layers
 for name, program in plan.list_programs(plan.make_plan(Config.from_env({}), "h100")).items():
     if name in ("prefill", "decode", "compute_logps_and_entropies", "micro_step"):
         lowered = program.function.lower(*program.arguments, **program.static)
-        loops = re.findall(r" while\\(.*", lowered.compile().as_text())
+        text = lowered.compile().as_text()
+        loops = re.findall(r" while\\(.*", text)
         print("loops:", name, sum("known_trip_count" not in loop for loop in loops))
+        print("kernels:", name, count_launches(text, 2)[0] - count_launches(text, 1)[0])
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not GPU_COMPILER, reason="the GPU compiler in the folder GPU_COMPILER")
 @pytest.mark.parametrize(
-    "settings",
+    "settings, kernels",
     [
-        {"MODEL_PATH": "Qwen/Qwen2.5-0.5B"},
-        {"MODEL_PATH": "google/gemma-3-270m"},  # sliding windows
-        {"MODEL_PATH": "Qwen/Qwen2.5-0.5B", "LORA_RANK": "8", "LORA_BASE_DTYPE": "int8"},
-        {"MODEL_PATH": "Qwen/Qwen3.5-0.8B"},
+        ({"MODEL_PATH": "Qwen/Qwen2.5-0.5B"}, 98),
+        ({"MODEL_PATH": "google/gemma-3-270m"}, 147),  # sliding windows
+        ({"MODEL_PATH": "Qwen/Qwen2.5-0.5B", "LORA_RANK": "8", "LORA_BASE_DTYPE": "int8"}, 152),
+        ({"MODEL_PATH": "Qwen/Qwen3.5-0.8B"}, 87),
     ],
     ids=["full", "windows", "int8", "qwen35"],
 )
 def test_a_gpu_waits_for_its_host_only_in_the_loop_over_the_tokens_of_decoding(
-    settings: dict[str, str],
+    settings: dict[str, str], kernels: int
 ) -> None:
+    """A token of decoding has at most this number of kernels."""
     env = {"MAX_PROMPT_LENGTH": "600", "MAX_LENGTH_SAMPLE": "200", "NUM_PRE_Q": "8", "BETA": "0.1"}
     code = WAITING.replace("from_env({})", f"from_env({env | settings})")
     shell = os.environ | {"PYTHONPATH": f"{GPU_COMPILER}:{REPO}"}
@@ -255,6 +260,7 @@ def test_a_gpu_waits_for_its_host_only_in_the_loop_over_the_tokens_of_decoding(
     waiting = dict(re.findall(r"^loops: (\w+) (\d+)$", done.stdout, re.M))
     others = dict.fromkeys(("prefill", "compute_logps_and_entropies", "micro_step"), "0")
     assert waiting == others | {"decode": "1"}, done.stderr
+    assert int(re.search(r"^kernels: decode (\d+)$", done.stdout, re.M)[1]) <= kernels
 
 
 @needs_compiler

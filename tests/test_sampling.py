@@ -4,6 +4,7 @@ The reference is a Qwen2 in float64 numpy. It sees a single unpadded sequence an
 """
 
 import math
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -21,6 +22,7 @@ from small_model import (
 )
 
 from model.next_token import Sampling
+from model.one_softmax import attend_with_one_softmax
 from sampling import decode, smaller_batches, stage_ends
 
 WARM = Sampling(0.7)
@@ -70,13 +72,24 @@ def test_sampling_logps_are_of_the_distribution_that_was_drawn_from(sampling: Sa
         np.testing.assert_allclose(found.sampling_logps[i], np.log(drawn), atol=2e-5)
 
 
-@pytest.mark.parametrize("mesh, layer_loop", [((8, 1, 1), "scan"), ((2, 1, 4), "unroll")], ids=str)
+@pytest.mark.parametrize(
+    "mesh, layer_loop, platform",
+    [((8, 1, 1), "scan", "cpu"), ((2, 1, 4), "unroll", "cpu"), ((4, 1, 2), "unroll", "gpu")],
+    ids=str,
+)
 def test_devices_unrolled_layers_and_a_cache_that_grows_draw_the_same_tokens(
-    mesh: tuple[int, int, int], layer_loop: str, monkeypatch: pytest.MonkeyPatch
+    mesh: tuple[int, int, int], layer_loop: str, platform: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With the attention of this platform; no other test decodes with the mesh of a GPU's."""
+    one_softmax = Mock(wraps=attend_with_one_softmax)
+    monkeypatch.setattr("model.attention.attend_with_one_softmax", one_softmax)
+    monkeypatch.setattr("model.attention.ONE_SOFTMAX", {"cpu"} if platform == "gpu" else {"gpu"})
     monkeypatch.setattr("sampling.STAGE_TOKENS", 4)
     assert stage_ends(12, "unroll") == [4, 8, 12] and stage_ends(12, "scan") == [12]
-    assert_same_completions(sample(mesh=mesh, layer_loop=layer_loop), sample())
+    found = sample(mesh=mesh, layer_loop=layer_loop)
+    assert one_softmax.called == (platform == "gpu")
+    monkeypatch.undo()
+    assert_same_completions(found, sample())
 
 
 def test_passes_and_groups_do_not_change_the_tokens() -> None:

@@ -236,10 +236,7 @@ def update_flops(model: ModelConfig, prompts: np.ndarray, completions: np.ndarra
     prompts: [P] tokens; each prompt is computed once for its completions. completions: [P, K]
     tokens.
     """
-    S, T = prompts[:, None], completions  # [P, 1], [P, K]
-    # The pairs of a query and a key. Sliding windows are ignored: for Gemma 3 these are too many.
-    pairs = (S**2 / 2).sum() + (T * S + T**2 / 2).sum()
-    attention = 4 * model.num_heads * model.head_dim * model.num_periods * pairs
+    S, T, attention = prompts, completions, attention_flops(model, prompts, completions)
     if model.qwen35:
         attention += linear_attention_flops(model) * (S.sum() + T.sum())
     layers = jax.tree.leaves(param_table(model).layers)
@@ -247,6 +244,14 @@ def update_flops(model: ModelConfig, prompts: np.ndarray, completions: np.ndarra
     head = model.vocab_size * model.hidden_size * T.sum()
     passes = 2 if model.lora else 3  # matrices of the base have no gradient
     return float(passes * 2 * (matrices * (S.sum() + T.sum()) + head) + 3 * attention)
+
+
+def attention_flops(model: ModelConfig, prompts: np.ndarray, completions: np.ndarray) -> float:
+    """The FLOPs of scores and values in a forward, with the lengths of update_flops."""
+    S, T = prompts[:, None], completions  # [P, 1], [P, K]
+    # The pairs of a query and a key. Sliding windows are ignored: for Gemma 3 these are too many.
+    pairs = (S**2 / 2).sum() + (T * S + T**2 / 2).sum()
+    return 4 * model.num_heads * model.head_dim * model.num_periods * pairs
 
 
 def linear_attention_flops(model: ModelConfig) -> float:

@@ -329,6 +329,24 @@ def test_a_plan_that_fits_ends_with_estimates_of_its_phases_and_their_cost(
 
 
 @needs_compiler
+@pytest.mark.parametrize("name, factor", [("v6e-8", 4), ("v5e-8", 1), ("v4-8", 1)])
+def test_splash_takes_four_times_the_time_of_its_flops_on_a_v6e_alone(
+    model: Path, name: str, factor: int
+) -> None:
+    """A prompt of 3 tokens with completions of 2 and 4: 9/2 + (6 + 2) + (12 + 8) pairs, each with
+    4 FLOPs for each of 64 numbers of 4 heads in 2 layers."""
+    cfg = Config.from_env(SMALL | {"MODEL_PATH": str(model), "BATCH_SIZE": "8"})
+    training, lengths = plan.make_plan(cfg, name).training, (np.array([3]), np.array([[2, 4]]))
+    assert training.attention_impl == "splash"
+    flops, without = (
+        forward_work(training._replace(attention_impl=impl), lengths)[0]
+        for impl in ("splash", "xla")
+    )
+    more = (factor - 1) * 32.5 * 4 * 64 * 4 * 2
+    assert flops - without == pytest.approx(more / training.layout.mesh.size)
+
+
+@needs_compiler
 def test_a_rollout_computes_and_reads_fewer_sequences_when_some_have_ended(model: Path) -> None:
     """16 sequences of 2 prompts. If completions have half of the tokens on average, 0.7 of the
     sequences are in the batch on average, each with a copy of its prompt."""

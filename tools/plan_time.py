@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from infra.chips import Chip, chip_of
+from infra.chips import CHIPS, Chip, chip_of
 from infra.sizes import prompt_share
 from model.layout import ROLLOUT_BATCH_AXES, Layout, make_mesh
 from model.linear_attention import CHUNK
 from model.network import ComputeConfig
 from model.params import ModelConfig, abstract_params, lm_head
-from model.placement import linear_attention_flops, update_flops
+from model.placement import attention_flops, linear_attention_flops, update_flops
 from sampling import stage_ends
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ BEST, BEST_KERNEL_S = (0.70, 0.80, 0.80), 0.5e-6
 WORST, WORST_KERNEL_S = (0.30, 0.45, 0.35), 1.5e-6
 # A wait copies a condition to the host, which then launches the next kernel.
 BEST_WAIT_S, WORST_WAIT_S = 10e-6, 40e-6
+# By the compiler's schedule the vector unit of a v6e needs four times as long for the scores of
+# splash as BEST says of its FLOPs; the matrix units of other chips are no faster than it.
+V6E_SPLASH = 4
 KERNELS = 50  # of a layer in a decoding step; compiled programs have 37 to 60
 # The delta rule in a forward of rows: float32 products are six of bfloat16 on a TPU, and about
 # twice as many as update_flops counts are computed. It reads and writes 12 float32 arrays of the
@@ -55,6 +58,8 @@ def forward_work(compute: ComputeConfig, lengths: Lengths) -> np.ndarray:
     """The work of a forward of all tokens, or of as much of a backward."""
     model, mesh, itemsize = compute.model, compute.layout.mesh, compute.dtype.itemsize
     flops = update_flops(dataclasses.replace(model, lora=None), *lengths) / 3
+    if compute.attention_impl == "splash" and chip_of(mesh.devices.flat[0]) is CHIPS["v6e"]:
+        flops += (V6E_SPLASH - 1) * attention_flops(model, *lengths)
     numbers = sum(x.sum() for x in lengths) * model.num_layers * itemsize
     # Operations read and write 11 F + 18 D numbers; two all-reduces are over rings of tp devices.
     widths = 11 * model.intermediate_size + 18 * model.hidden_size

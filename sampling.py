@@ -28,7 +28,7 @@ from model.params import (
     cast,
     combine_params,
     lm_head,
-    param_shardings,
+    param_formats,
     trainable_params,
 )
 
@@ -158,8 +158,8 @@ def sync_weights(compute: ComputeConfig) -> Callable[[Params], Params]:
         params = cast(part(params), compute.dtype)
         return arrange_layers(params, compute.layer_loop, compute.dtype)
 
-    shardings = param_shardings(compute.model, compute.layout.mesh, compute.layer_loop)
-    return jax.jit(copy, out_shardings=part(shardings))
+    formats = param_formats(compute.model, compute.layout.mesh, compute.layer_loop)
+    return jax.jit(copy, out_shardings=part(formats))
 
 
 # ---- Decoding ------------------------------------------------------------------------------------

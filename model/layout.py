@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -144,6 +145,22 @@ def constrain_batch(x: jax.Array, layout: Layout) -> jax.Array:
     unconstrained = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
     spec = PartitionSpec(layout.batch_axes, *unconstrained)
     return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, spec))
+
+
+def exchange(arrays: Sequence[jax.Array], layout: Layout) -> Sequence[jax.Array]:
+    """Results [X*t, columns] of matmuls, whose columns are split over tp, as attention needs them:
+    in decoding each device gets all columns of its sequences, those of all arrays in one
+    all-to-all."""
+    # This constraint is the layout of the matmul. With that of attention only the compiler would
+    # gather the weights in every layer, for every token.
+    arrays = [constrain(x, layout, TRAIN_BATCH_AXES, "tp") for x in arrays]
+    tp = layout.mesh.shape["tp"]
+    if tp == 1 or "tp" not in layout.batch_axes:
+        return arrays
+    joined = jnp.concatenate([x.reshape(len(x), tp, -1) for x in arrays], axis=2)
+    joined = constrain(constrain(joined, layout, TRAIN_BATCH_AXES, "tp"), layout, layout.batch_axes)
+    ends = np.cumsum([x.shape[1] // tp for x in arrays])[:-1]
+    return [x.reshape(len(x), -1) for x in jnp.split(joined, ends, axis=2)]
 
 
 def gather_fsdp(weight: jax.Array, axes: tuple[Axis, ...], layout: Layout) -> jax.Array:

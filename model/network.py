@@ -39,7 +39,7 @@ from model.attention import (
 )
 from model.blocks import block_attention
 from model.int8 import Int8, matmul
-from model.layout import TRAIN_BATCH_AXES, Layout, constrain, gather_fsdp
+from model.layout import TRAIN_BATCH_AXES, Layout, constrain, constrain_batch, exchange, gather_fsdp
 from model.linear_attention import State, gated_norm, linear_attention, linear_attention_token
 from model.params import Layers, Leaf, Lora, ModelConfig, Params, inverse_frequencies, param_table
 from model.splash import splash_attention
@@ -252,11 +252,9 @@ def _linear_layer(
     model, layout, w = compute.model, compute.layout, _cast_and_gather(w, compute)
     y = _rms_norm(x, w.base.attn_norm, model)
 
-    def project_in(name: str) -> jax.Array:  # as in _qkv
-        z = constrain(w.project(y, name, model.lora), layout, TRAIN_BATCH_AXES, "tp")
-        return constrain(z, layout, layout.batch_axes) if "tp" in layout.batch_axes else z
-
-    qkv, z, a, b = map(project_in, ("in_qkv", "in_z", "in_a", "in_b"))
+    names = "in_qkv", "in_z", "in_a", "in_b"
+    projected = [w.project(y, name, model.lora) for name in names]
+    qkv, z, a, b = exchange(projected, layout)
     out, state = attend(qkv, a, b, w.base, model.qwen35)
     out = gated_norm(out, z, w.base.out_norm, model.rms_norm_eps)
     return _after_attention(x, out, w, compute), state
@@ -271,21 +269,18 @@ def _qkv(
     X, t = rotary[0].shape[:2]
     y = _rms_norm(x, base.attn_norm, model)
 
-    def heads(name: str, bias: jax.Array | None, count: int) -> jax.Array:
+    def project(name: str, bias: jax.Array | None) -> jax.Array:
         z = w.project(y, name, model.lora)
-        z = z if bias is None else z + bias
-        # The first constraint is the layout of the matmul, the second that of attention. With the
-        # second only the compiler would gather the weights in every layer, for every token.
-        z = constrain(z, layout, TRAIN_BATCH_AXES, "tp").reshape(X, t, count, -1)
-        return constrain(z, layout, layout.batch_axes) if "tp" in layout.batch_axes else z
+        return z if bias is None else z + bias
 
-    q, gate = heads("wq", base.bq, model.num_heads), None
+    projected = project("wq", base.bq), project("wk", base.bk), project("wv", base.bv)
+    counts = model.num_heads, model.num_kv_heads, model.num_kv_heads
+    arrays = zip(exchange(projected, layout), counts, strict=True)
+    (q, k, v), gate = (z.reshape(X, t, count, -1) for z, count in arrays), None
     if model.qwen35:  # the gate follows the queries in each head
         q, gate = jnp.split(q, 2, axis=-1)
     q = _rotate(_rms_norm(q, base.q_norm, model), rotary, model.query_multiplier)
-    k = heads("wk", base.bk, model.num_kv_heads)
     k = _rotate(_rms_norm(k, base.k_norm, model), rotary)
-    v = heads("wv", base.bv, model.num_kv_heads)
     return q, KV(k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)), gate
 
 
@@ -308,7 +303,9 @@ def _after_attention(
     if attention_gate is not None:
         gate = jax.nn.sigmoid(attention_gate.astype(jnp.float32)).astype(out.dtype)
         out = out * gate.reshape(out.shape)
-    out = constrain(out.reshape(len(x), -1), layout, TRAIN_BATCH_AXES, "tp")
+    # Without the first constraint tp would split kv heads, of which there may be too few.
+    out = constrain_batch(out.reshape(len(x), -1), layout)
+    out = constrain(out, layout, TRAIN_BATCH_AXES, "tp")
     y = constrain(w.project(out, "wo", lora), layout, TRAIN_BATCH_AXES)
     x = x + scaled(y, w.base.attn_post_norm)
     y = _rms_norm(x, w.base.mlp_norm, model)

@@ -16,7 +16,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.experimental.layout import Format, Layout
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
 from infra.mistakes import UserMistake
@@ -363,6 +364,18 @@ def abstract_array(leaf: Leaf, mesh: Mesh, dtype: DTypeLike) -> Any:
 def param_shardings(model: ModelConfig, mesh: Mesh, layer_loop: str = "scan") -> Params:
     shapes = abstract_params(model, mesh, jnp.float32, layer_loop)
     return jax.tree.map(lambda shape: shape.sharding, shapes)
+
+
+def param_formats(model: ModelConfig, mesh: Mesh, layer_loop: str = "scan") -> Params:
+    """param_shardings, and on TPUs also the layouts in memory, as decode reads large matrices. With
+    the compiler's own, decode would copy matrices whose columns are no multiple of 128."""
+
+    def format_of(x: jax.ShapeDtypeStruct) -> Sharding | Format:
+        large = x.ndim > 1 and min(x.sharding.shard_shape(x.shape)[-2:]) >= 128
+        by_rows = large and mesh.devices.flat[0].platform == "tpu"
+        return Format(Layout(tuple(range(x.ndim))), x.sharding) if by_rows else x.sharding
+
+    return jax.tree.map(format_of, abstract_params(model, mesh, jnp.float32, layer_loop))
 
 
 def init_params(model: ModelConfig, key: jax.Array) -> Params:

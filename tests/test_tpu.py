@@ -111,14 +111,22 @@ def smallest_weight(plan: Plan) -> int:
 # ---- Decode --------------------------------------------------------------------------------------
 
 
-def test_a_token_gathers_no_weight_and_needs_two_all_reduces_and_four_exchanges_a_layer() -> None:
-    """A weight, or the prompts' keys."""
-    plan = plan_of("3b")
-    instructions = collectives_of(plan, "decode")
-    gathered = [x.elements for x in instructions if x.kind == "all-gather"]
-    assert max(gathered, default=0) < smallest_weight(plan)
+def test_a_token_gathers_nothing_and_needs_two_all_reduces_and_two_exchanges_a_layer() -> None:
+    instructions = collectives_of(plan_of("3b"), "decode")
+    assert not [x for x in instructions if x.kind == "all-gather"]
     kinds = [x.kind for x in instructions if x.loops == 2]
-    assert kinds.count("all-reduce") == 2 and len(kinds) == 6
+    assert sorted(kinds) == ["all-reduce", "all-reduce", "all-to-all", "all-to-all"]
+
+
+def test_decode_reads_gate_and_up_by_rows_as_sync_weights_writes_them() -> None:
+    """tp=4 gives a device 2752 of their columns, which are no multiple of 128."""
+    programs = list_programs(plan_of("3b"))
+    written = programs["sync_weights"].function.eval_shape(*programs["sync_weights"].arguments)
+    read = programs["decode"].arguments[0]
+    formats = [[x.format for x in jax.tree.leaves(tree)] for tree in (written, read)]
+    assert formats[0] == formats[1]
+    assert read.layers.gate.format.layout.major_to_minor == (0, 1, 2)
+    assert read.layers.wk.format.layout is None  # 64 columns
 
 
 def test_a_device_decodes_with_the_keys_and_values_of_its_sequences_alone() -> None:

@@ -47,7 +47,15 @@ from model.layout import devices_per_process, mesh_text
 from model.lora import read_lora
 from model.network import ComputeConfig
 from model.next_token import Sampling, support_size
-from model.params import Gemma3, ModelConfig, Params, Qwen35, abstract_params, combine_params
+from model.params import (
+    Gemma3,
+    ModelConfig,
+    Params,
+    Qwen35,
+    abstract_params,
+    combine_params,
+    param_formats,
+)
 from model.placement import num_params, plan_compute, raise_if_too_long, rollout_mesh_text
 from optimizer import abstract_state, apply_update
 from rows import SHORT_SEQUENCES, Batch, MicroBatch, RowShape, pack
@@ -446,6 +454,9 @@ def rollout_programs(
         return jax.tree.map(lambda x: array(mesh, x.shape, x.dtype, *axes[: x.ndim]), tree)
 
     weights = abstract_params(rollout.model, mesh, rollout.dtype, rollout.layer_loop)
+    if not rollout.shares_base:
+        formats = param_formats(rollout.model, mesh, rollout.layer_loop)
+        weights = jax.tree.map(lambda x, at: x.update(sharding=at), weights, formats)
     prompt_ids = prompt_mask = array(mesh, (copies, S + 1), jnp.int32, batch_axes)
     sequence_ids = earlier = array(mesh, (sequences,), jnp.int32, batch_axes)
     key, fewest = jax.eval_shape(jax.random.key, 0), array(mesh, (), jnp.int32)

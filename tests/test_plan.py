@@ -347,6 +347,40 @@ def test_splash_takes_four_times_the_time_of_its_flops_on_a_v6e_alone(
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    "settings, temporaries, expected",
+    [
+        ("TRAIN_MICRO_BATCH_SIZE=16", 3.4, ["TRAIN_MICRO_BATCH_SIZE=64", "17.90", "32"]),
+        ("TRAIN_MICRO_BATCH_SIZE=16", 8, ["TRAIN_MICRO_BATCH_SIZE=32", "20.30", "21"]),
+        ("TRAIN_MICRO_BATCH_SIZE=16", 13, []),  # twice the size needs more than 95 %
+        (
+            "TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=2",
+            3.4,
+            ["TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=8", "17.90", "32"],
+        ),
+        ("GRAD_ACCUM_STEPS=1", 3.4, []),
+        ("TRAIN_MICRO_BATCH_SIZE=64 MAX_LENGTH_SAMPLE=8192", 1, []),  # it would save 6 %
+    ],
+)
+def test_a_plan_suggests_a_larger_micro_batch_if_it_saves_much_time_and_fits(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+    settings: str,
+    temporaries: float,
+    expected: list[str],
+) -> None:
+    """16 prompts with 8 completions each; without temporaries every program takes 4.3 GiB."""
+    memory = plan.Memory(4.3 * 2**30, temporaries * 2**30, 0)
+    monkeypatch.setattr(plan, "measure_memory", lambda *_: memory)
+    text = "MODEL_PATH=Qwen/Qwen2.5-3B BATCH_SIZE=16 MAX_PROMPT_LENGTH=512 MAX_LENGTH_SAMPLE=1024"
+    env = dict(pair.split("=") for pair in f"{text} {settings}".split())
+    code, out, _ = planned(capsys, "v6e-8", **env)
+    pattern = r"^(\S+) needs at most ([\d.]+) GiB and would save about (\d+) % of the update$"
+    assert [list(found) for found in re.findall(pattern, out, re.M)] == [expected][: len(expected)]
+    assert code == 0
+
+
+@needs_compiler
 def test_a_rollout_computes_and_reads_fewer_sequences_when_some_have_ended(model: Path) -> None:
     """16 sequences of 2 prompts. If completions have half of the tokens on average, 0.7 of the
     sequences are in the batch on average, each with a copy of its prompt."""

@@ -77,7 +77,7 @@ from startup import (
     with_kernel,
 )
 from tools.launches import count_launches
-from tools.plan_time import describe_time
+from tools.plan_time import describe_time, suggest_larger_micro_batch
 from update import compute_logps_and_entropies, micro_step
 
 # ---- The plan ------------------------------------------------------------------------------------
@@ -202,7 +202,9 @@ def print_plan(plan: Plan, flags: argparse.Namespace) -> int:
             )
         print(f"{name} does not fit. {hint}")
     if not too_large:
-        print(*describe_time(plan, flags, memories["micro_step"].launches), sep="\n")
+        memory = memories["micro_step"]
+        lines = suggest_larger_micro_batch(plan, flags, memory, limit)
+        print(*lines, *describe_time(plan, flags, memory.launches), sep="\n")
     largest = max(memories, key=lambda name: memories[name].total)
     total = f"{memories[largest].total / GIB:.2f} of {limit / GIB:.4g} GiB in {largest}"
     print(f"{slice_name}: {'DOES NOT FIT' if too_large else 'fits'}, {total}")

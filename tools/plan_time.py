@@ -10,13 +10,14 @@ completions [P, K] of a step in tokens. Dimensions: D model, F feed-forward, L l
 
 import argparse
 import dataclasses
+import math
 from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
 from infra.chips import CHIPS, Chip, chip_of
-from infra.sizes import prompt_share
+from infra.sizes import MICRO_SIZES, divisors, prompt_share, size_setting
 from model.layout import ROLLOUT_BATCH_AXES, Layout, make_mesh
 from model.linear_attention import CHUNK
 from model.network import ComputeConfig
@@ -25,7 +26,7 @@ from model.placement import attention_flops, linear_attention_flops, update_flop
 from sampling import stage_ends
 
 if TYPE_CHECKING:
-    from tools.plan import Plan
+    from tools.plan import Memory, Plan
 
 Lengths = tuple[np.ndarray, np.ndarray]
 # The shares that programs reach of a chip's FLOPs, memory and links, and seconds of a small kernel.
@@ -183,6 +184,28 @@ def describe_time(
     if launches[0]:
         lines.append("a micro-step launches {} kernels and waits {} times".format(*launches))
     return [*lines, f"estimate of 100 steps, without compiling: {range_text(hours)} hours{cost}"]
+
+
+def suggest_larger_micro_batch(
+    plan: "Plan", flags: argparse.Namespace, memory: "Memory", limit: float
+) -> list[str]:
+    """A line about the micro-batch with the shortest update that fits, if it saves more than 10 %
+    of the geometric mean of the estimate. memory: of micro_step, whose temporaries grow no faster
+    than the micro-batch. limit: bytes of a device."""
+    sizes, chip, seconds = plan.sizes, chip_of(plan.training.layout.mesh.devices.flat[0]), {}
+    mean = flags.mean_completion or plan.cfg.max_length_sample / 2
+    name, _, unit = size_setting(plan.cfg, *MICRO_SIZES, plan.local_devices(), "")
+    for n in divisors(sizes.grad_accum_steps):
+        size, count = sizes.micro_batch_size * n, sizes.grad_accum_steps // n
+        larger = plan._replace(sizes=sizes._replace(micro_batch_size=size, grad_accum_steps=count))
+        work = work_of_phases(larger, mean, memory.launches[0])["update"]
+        needed = memory.total + (n - 1) * memory.temporaries
+        if n == 1 or needed <= 0.95 * limit:
+            text = f"{name}={size // unit} needs at most {needed / 2**30:.2f} GiB and would save"
+            seconds[text] = math.sqrt(estimate_seconds(work, chip).prod())
+    best = min(seconds, key=seconds.__getitem__)
+    saved = 100 * (1 - seconds[best] / next(iter(seconds.values())))
+    return [f"{best} about {saved:.0f} % of the update"] if saved > 10 else []
 
 
 def range_text(ends: np.ndarray) -> str:

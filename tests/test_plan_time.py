@@ -18,6 +18,7 @@ from model.params import ModelConfig
 from tools.launches import count_launches
 from tools.plan import known_config
 from tools.plan_time import estimate_seconds, forward_work, rollout_work, update_work, weight_bytes
+from tools.tpu_cycles import count_cycles
 
 
 def computing(
@@ -217,3 +218,41 @@ def test_the_bodies_of_loops_are_counted_as_often_as_they_run() -> None:
     """24 layers with a fusion and a loop over 39 pairs of two kernels each; a fusion at the end."""
     assert count_launches(HLO, 39) == (24 * (39 * 2 + 1) + 1, 24 * 39)
     assert count_launches(HLO.replace("%less", '%less, {"known_trip_count":{"n":"3"}}'))[1] == 0
+
+
+# ---- Cycles --------------------------------------------------------------------------------------
+
+TPU_HLO = """
+%fused (a: f32[2]) -> f32[2] {
+  %a = f32[2]{0} parameter(0)
+  ROOT %b = f32[2]{0} all-reduce(%a), to_apply=%add
+}
+%add (c: f32[], d: f32[]) -> f32[] {
+  ROOT %e = f32[] add(%c, %d)
+}
+%layer.less (f: (s32[], f32[2])) -> pred[] {
+  %g = s32[]{:T(128)} constant(36)
+  ROOT %h = pred[] compare(%f, %g), direction=LT
+}
+%layer (i: (s32[], f32[2])) -> (s32[], f32[2]) {
+  %j = f32[2]{0} fusion(%i), calls=%fused, backend_config={"estimated_cycles":"1000"}
+  ROOT %k = f32[2]{0} all-to-all-start(%j), backend_config={"estimated_cycles":"20"}
+}
+%token.less (l: (s32[], s32[], f32[2])) -> pred[] {
+  %m = s32[]{:T(128)} constant(1024)
+  ROOT %n = pred[] compare(%l, %m), direction=LT
+}
+%token (o: (s32[], s32[], f32[2])) -> (s32[], s32[], f32[2]) {
+  %p = (s32[], f32[2]{0}) while(%o), condition=%layer.less, body=%layer
+  ROOT %q = f32[2]{0} copy(%p), backend_config={"estimated_cycles":"3"}
+}
+ENTRY %main (r: f32[2]) -> f32[2] {
+  %s = f32[2]{0} copy(%r), backend_config={"estimated_cycles":"7"}
+  ROOT %t = (s32[], s32[], f32[2]{0}) while(%s), condition=%token.less, body=%token
+}
+"""
+
+
+def test_cycles_and_collectives_count_as_often_as_their_loops_run() -> None:
+    assert count_cycles(TPU_HLO, "token").tolist() == [36 * 1020 + 3, 36 * 2]
+    assert count_cycles(TPU_HLO).tolist() == [1024 * (36 * 1020 + 3) + 7, 1024 * 36 * 2]

@@ -129,11 +129,13 @@ def start_two(
     devices: int,
     *each: dict[str, str],
     repos: tuple[Path, Path] = (REPO, REPO),
+    changes: str = "",
     **env: str,
 ) -> list[Popen[bytes]]:
     """Starts two processes of one run on this machine.
 
-    each: more settings for each process. repos: the folder of the code of each process.
+    each: more settings for each process. repos: the folder of the code of each process. changes: as
+    in `start`.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -142,7 +144,7 @@ def start_two(
     both["OUTPUT_DIR"] = str(outs[0])
     each = [{"JAX_PROCESS_ID": str(i)} | more for i, more in enumerate(each or ({}, {}))]
     return [
-        start(out, env | both | more, devices, repo)
+        start(out, env | both | more, devices, repo, changes)
         for out, more, repo in zip(outs, each, repos, strict=True)
     ]
 
@@ -157,9 +159,9 @@ def copy_repository(to: Path) -> Path:
     return to
 
 
-def train_two(out: Path, devices: int, **env: str) -> list[Result]:
+def train_two(out: Path, devices: int, changes: str = "", **env: str) -> list[Result]:
     outs = [out / str(i) for i in range(2)]
-    running = start_two(outs, devices, **env)
+    running = start_two(outs, devices, changes=changes, **env)
     results = [finish(process, o) for process, o in zip(running, outs, strict=True)]
     for result in results:
         assert result.code == 0, result.errors

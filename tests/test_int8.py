@@ -30,7 +30,7 @@ from test_lora import (
 
 from config import Config
 from infra.mistakes import UserMistake
-from model import hf
+from model import blocks, hf, network
 from model.int8 import Int8, matmul, quantize
 from model.layout import TRAIN_BATCH_AXES, Layout, make_mesh
 from model.network import ComputeConfig
@@ -112,6 +112,23 @@ def test_gradients_of_adapters_are_those_on_the_rounded_base(settings: dict) -> 
     for name, expected in by_full_training(rounded).items():
         for x, y in zip(getattr(grads.adapters, name), expected, strict=True):
             np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * np.abs(y).max(), err_msg=name)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
+def test_the_gradients_of_a_gpu_s_schedule_are_those_of_the_loop_over_pairs(
+    monkeypatch: pytest.MonkeyPatch, mesh: tuple[int, int, int]
+) -> None:
+    """Rows of 56 or 20 tokens in blocks of 4. The model is one of this test alone, since jax keeps
+    the programs of a model."""
+    monkeypatch.setattr(network, "SHORT_TOKENS", 0)
+    monkeypatch.setitem(blocks.BLOCK, "cpu", 4)
+    made = []
+    for platforms in (set(), {"cpu"}):
+        monkeypatch.setattr(blocks, "IN_ROUNDS", platforms)
+        model = dataclasses.replace(INT8, max_positions=INT8.max_positions + 1)
+        made.append(gradient(in_int8()[0], model, mesh))
+    for x, y in zip(*map(jax.tree.leaves, made), strict=True):
+        np.testing.assert_allclose(y, x, rtol=0, atol=1e-6 * np.abs(x).max())
 
 
 def test_another_layout_has_the_same_int8_numbers() -> None:

@@ -39,6 +39,7 @@ from loss import Objective
 from metrics import describe_drift, drift_level
 from model import hf, lora
 from model.attention import prompt_rows
+from model.blocks import with_key_blocks
 from model.layout import shard_batch
 from model.network import ComputeConfig, forward
 from model.params import (
@@ -154,6 +155,7 @@ def gradient(
     grads = jax.tree.map(jnp.zeros_like, trainable_params(params)) if micro < 8 else None
     for first in range(0, 8, micro):
         rows = in_rows(batch, micro // mesh[0] // mesh[1], range(first, first + micro), S=8)
+        [rows] = with_key_blocks([rows], 8, where)
         grads, *_ = micro_step(
             params,
             grads,

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -185,6 +186,26 @@ def test_a_plan_for_a_gpu_is_made_by_its_compiler(
     assert f"\ndtype={dtype} " in done.stdout and " attention_impl=xla " in done.stdout
 
 
+def test_a_program_for_which_no_triton_kernel_is_found_is_compiled_without_triton() -> None:
+    """jax 0.11.2 says so of matmuls of Qwen2.5-1.5B if no GPU is there. The compiler of a CPU, too,
+    refuses options that it does not know."""
+    message = "INTERNAL: No supported config found for HLO"
+    lowered = jax.jit(jax.numpy.sin).lower(1.0)
+
+    def compile_for_gpu(options: dict[str, bool] | None = None) -> jax.stages.Compiled:
+        if options is None:
+            raise jax.errors.JaxRuntimeError(message)
+        assert options == {"xla_gpu_enable_triton_gemm": False}
+        return lowered.compile(options)
+
+    program = Program(Mock(), (), 0)
+    program.function.lower.return_value.compile = compile_for_gpu
+    assert "sine" in plan.compile_program(program).as_text()
+    message = "RESOURCE_EXHAUSTED: Out of memory"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        plan.compile_program(program)
+
+
 # The widths of the matrices that a program makes by joining others.
 JOINED = """
 import re
@@ -212,55 +233,53 @@ def test_decoding_on_a_gpu_copies_no_weight_beside_its_adapter(model: Path) -> N
 
 
 # The loops of a GPU's programs whose number of iterations the compiler does not know, and how many
-# kernels an iteration of them has.
+# kernels an iteration of them has. Each model has two layers, of different kinds if it has several.
 WAITING = """
-import dataclasses, re, sys
+import dataclasses, json, re, sys
 from config import Config
 from tools import plan
 from tools.launches import count_launches
 known = plan.known_config
-def few_layers(name, revision=""):
+def two_layers(name, revision=""):
     model = known(name)
-    layers, gemma3 = 6 if model.gemma3 else 4, model.gemma3
-    gemma3 = gemma3 and gemma3._replace(local_layers=gemma3.local_layers[:layers])
-    return dataclasses.replace(model, num_layers=layers, gemma3=gemma3)
-plan.known_config = few_layers
-for name, program in plan.list_programs(plan.make_plan(Config.from_env({}), "h100")).items():
-    if name in ("prefill", "decode", "compute_logps_and_entropies", "micro_step"):
-        lowered = program.function.lower(*program.arguments, **program.static)
-        text = lowered.compile().as_text()
+    gemma3 = model.gemma3 and model.gemma3._replace(local_layers=(True, False))
+    qwen35 = model.qwen35 and model.qwen35._replace(linear_layers=1)
+    return dataclasses.replace(model, num_layers=2, gemma3=gemma3, qwen35=qwen35)
+plan.known_config = two_layers
+for model, settings, names in json.loads(sys.argv[1]):
+    env = settings | {"MODEL_PATH": model}
+    programs = plan.list_programs(plan.make_plan(Config.from_env(env), "h100"))
+    for name in names.split():
+        text = plan.compile_program(programs[name]).as_text()
         loops = re.findall(r" while\\(.*", text)
-        print("loops:", name, sum("known_trip_count" not in loop for loop in loops))
+        print("loops:", model, name, sum("known_trip_count" not in loop for loop in loops))
         print("kernels:", name, count_launches(text, 2)[0] - count_launches(text, 1)[0])
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not GPU_COMPILER, reason="the GPU compiler in the folder GPU_COMPILER")
-@pytest.mark.parametrize(
-    "settings, kernels",
-    [
-        ({"MODEL_PATH": "Qwen/Qwen2.5-0.5B"}, 98),
-        ({"MODEL_PATH": "google/gemma-3-270m"}, 147),  # sliding windows
-        ({"MODEL_PATH": "Qwen/Qwen2.5-0.5B", "LORA_RANK": "8", "LORA_BASE_DTYPE": "int8"}, 152),
-        ({"MODEL_PATH": "Qwen/Qwen3.5-0.8B"}, 87),
-    ],
-    ids=["full", "windows", "int8", "qwen35"],
-)
-def test_a_gpu_waits_for_its_host_only_in_the_loop_over_the_tokens_of_decoding(
-    settings: dict[str, str], kernels: int
-) -> None:
-    """A token of decoding has at most this number of kernels."""
+def test_a_gpu_waits_for_its_host_only_in_the_loop_over_the_tokens_of_decoding() -> None:
+    """A row of an update has 7 blocks. Its program also computes log-probabilities. The windows of
+    Gemma 3, adapters on an int8 base and linear attention have loops of their own."""
     env = {"MAX_PROMPT_LENGTH": "600", "MAX_LENGTH_SAMPLE": "200", "NUM_PRE_Q": "8", "BETA": "0.1"}
-    code = WAITING.replace("from_env({})", f"from_env({env | settings})")
+    int8 = {"LORA_RANK": "8", "LORA_BASE_DTYPE": "int8"}
+    update = "prefill micro_step"
+    models = [
+        ("Qwen/Qwen2.5-0.5B", env, f"{update} compute_logps_and_entropies decode"),
+        ("google/gemma-3-270m", env | int8, update),
+        ("Qwen/Qwen3.5-0.8B", env, update),
+    ]
     shell = os.environ | {"PYTHONPATH": f"{GPU_COMPILER}:{REPO}"}
     for name in ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS"):
         shell.pop(name, None)
-    done = subprocess.run([sys.executable, "-c", code], env=shell, text=True, capture_output=True)
-    waiting = dict(re.findall(r"^loops: (\w+) (\d+)$", done.stdout, re.M))
-    others = dict.fromkeys(("prefill", "compute_logps_and_entropies", "micro_step"), "0")
-    assert waiting == others | {"decode": "1"}, done.stderr
-    assert int(re.search(r"^kernels: decode (\d+)$", done.stdout, re.M)[1]) <= kernels
+    command = [sys.executable, "-c", WAITING, json.dumps(models)]
+    done = subprocess.run(command, env=shell, text=True, capture_output=True)
+    found = re.findall(r"^loops: (\S+) (\w+) (\d+)$", done.stdout, re.M)
+    compiled = [(model, name) for model, _, names in models for name in names.split()]
+    expected = [(*program, "1" if program[1] == "decode" else "0") for program in compiled]
+    assert found == expected, done.stdout + done.stderr
+    assert int(re.search(r"^kernels: decode (\d+)$", done.stdout, re.M)[1]) <= 57  # of a token
 
 
 @needs_compiler

@@ -37,7 +37,7 @@ from small_model import (
 from chat import open_think_tag
 from config import Config
 from data import pad_prompts
-from model import hf
+from model import blocks, hf
 from model.attention import KV, prompt_rows
 from model.linear_attention import CHUNK
 from model.network import ComputeConfig, forward
@@ -244,6 +244,21 @@ def test_meshes_remat_and_unrolled_layers_leave_the_gradient_unchanged(
     np.testing.assert_allclose(mean / rows, expected, rtol=1e-5)
     for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
         np.testing.assert_allclose(x / rows, y, rtol=0, atol=2e-5 * np.abs(y).max())
+
+
+def test_the_gradient_of_a_gpu_s_schedule_is_that_of_the_loop_over_pairs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """12 blocks of 64 tokens."""
+    monkeypatch.setattr(blocks, "IN_ROUNDS", {"cpu"})
+    compute = ComputeConfig(MODEL, jnp.dtype("float32"), train_layout(1, 1, 1))
+    [row] = blocks.with_key_blocks(packed()[3], 256, compute.layout)
+    assert row.key_blocks.shape[:2] == (1, 12)
+    (_, logps), grads = gradient(float32_weights(), compute, row)
+    (_, expected_logps), expected = on_a_device()
+    np.testing.assert_allclose(logps, expected_logps, rtol=0, atol=1e-5)
+    for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-6 * np.abs(y).max())
 
 
 @pytest.mark.parametrize("model", [MODEL, QWEN2])

@@ -41,10 +41,29 @@ def test_eight_devices_do_the_same_step_in_more_passes_and_micro_batches(
     assert_same_step(reference, eight)
 
 
-def test_two_processes_do_the_same_step_as_one_process(out: Path, reference) -> None:
+# Attention of all rows in blocks, with the schedule of a GPU. Each process prints its rounds.
+IN_ROUNDS = """
+import update
+from model import blocks, network
+blocks.IN_ROUNDS, blocks.BLOCK["cpu"], network.SHORT_TOKENS = {"cpu"}, 16, 0
+with_key_blocks = update.with_key_blocks
+def told(*arguments):
+    listed = with_key_blocks(*arguments)
+    print("rounds:", *[x.key_blocks.shape[2] for x in listed])
+    return listed
+update.with_key_blocks = told
+"""
+
+
+@pytest.mark.parametrize("changes", ["", IN_ROUNDS], ids=["as on a CPU", "in rounds"])
+def test_two_processes_do_the_same_step_as_one_process(
+    out: Path, reference, tmp_path: Path, changes: str
+) -> None:
     """This is the published example 4a, with four devices each."""
     settings = {"BATCH_SIZE": "2", "NUM_PRE_Q": "8", "TRAIN_MICRO_BATCH_SIZE": "4"}
-    two = train_two(out / "two", 4, **settings)
+    two = train_two(tmp_path, 4, changes, **settings)
+    rounds = [re.findall("^rounds: .*", result.lines, re.M) for result in two]
+    assert rounds[0] == rounds[1] and bool(rounds[0]) == bool(changes)
     for i, result in enumerate(two):
         assert f"process={i}/2 device_count=8 local_device_count=4" in result.lines
         assert "\nlocal_batch=16 global_batch=32 rollout.prompt_batch_size=2 " in result.lines

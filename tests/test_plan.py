@@ -279,7 +279,7 @@ def test_a_gpu_waits_for_its_host_only_in_the_loop_over_the_tokens_of_decoding()
     compiled = [(model, name) for model, _, names in models for name in names.split()]
     expected = [(*program, "1" if program[1] == "decode" else "0") for program in compiled]
     assert found == expected, done.stdout + done.stderr
-    assert int(re.search(r"^kernels: decode (\d+)$", done.stdout, re.M)[1]) <= 57  # of a token
+    assert int(re.search(r"^kernels: decode (\d+)$", done.stdout, re.M)[1]) <= 58  # of a token
 
 
 @needs_compiler

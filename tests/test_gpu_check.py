@@ -90,11 +90,15 @@ def test_the_exit_code_is_1_if_attention_is_wrong_or_a_run_failed(
 
 
 def test_a_run_that_fails_leaves_its_exit_code_in_the_fields(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
+    """The run reads the model of random weights before it refuses the mesh."""
+    sizes = (580, 32, 48, 1, 4, 2, 8, True, 512)
+    monkeypatch.setitem(gpu_check.KNOWN_MODELS, "made/small", sizes)
     monkeypatch.setattr(gpu_check.tempfile, "tempdir", str(tmp_path))
-    arguments = "--steps 3 MAX_LENGTH_SAMPLE=8 MESH_SHAPE=3,1,1"  # there is one device
-    assert gpu_check.measure_steps("bench.py", arguments) == {"exit_code": 2}
+    arguments = "--steps 3 MAX_LENGTH_SAMPLE=8 MESH_SHAPE=3,1,1"
+    assert gpu_check.measure_steps("made/small", arguments) == {"exit_code": 2}
+    assert "error: MESH_SHAPE=3,1,1 is a mesh of 3 devices" in capfd.readouterr().err
     assert not [*tmp_path.iterdir()]
 
 
@@ -139,7 +143,7 @@ def test_a_profiled_run_is_the_run_without_its_last_record(tmp_path: Path) -> No
         "STEPS": "2",
         "EVAL_EVERY_STEPS": "0",
         "MAX_LENGTH_SAMPLE": "16",
-        "LR_SCHEDULE": "cosine",  # of STEPS steps
+        "LR_SCHEDULE": "linear",  # to 0 after STEPS steps
     }
     programs = {"plain": ["train_grpo.py"], "profiled": ["tools/profile_step.py", tmp_path / "x"]}
     records = {}
@@ -152,7 +156,7 @@ def test_a_profiled_run_is_the_run_without_its_last_record(tmp_path: Path) -> No
     assert [x["step"] for x in records["plain"]] == [0, 1] and record["step"] == 0
     same = {k: x for k, x in record.items() if not k.startswith(("time/", "memory/", "compile/"))}
     same = {k: x for k, x in same.items() if not k.startswith("throughput/") or "computed" in k}
-    assert "loss" in same or "train/loss" in same or len(same) > 20
+    assert len(same) > 20
     assert same.items() <= records["plain"][0].items()
     assert len([*(tmp_path / "x").rglob("*.xplane.pb")]) == 1
     profile = json.loads((tmp_path / "x" / "profile.json").read_text())

@@ -39,7 +39,7 @@ from startup import Run
 # kernels, and a pattern of other events there: loops and branches, which contain those of their
 # bodies. On a CPU, lines are threads, and operations of a program stand for kernels.
 KERNELS = {
-    "cpu": ("/host:CPU", "tf_XLA", "while|cond|call|.*:"),
+    "cpu": ("/host:CPU", "tf_XLA", "while|cond|call"),
     "gpu": ("/device:GPU:0", "Stream #", "$^"),
     "tpu": ("/device:TPU:0", "XLA Ops", "%?(while|cond|call)"),
 }
@@ -79,16 +79,19 @@ def train_and_profile(cfg: Config, folder: Path) -> None:
 
 def read_kernels(folder: Path) -> list[Kernel]:
     """The kernels in the trace of a folder, by their start."""
-    plane_name, line_name, others = KERNELS[jax.devices()[0].platform]
+    platform = jax.devices()[0].platform
+    plane_name, line_name, others = KERNELS[platform]
     trace = ProfileData.from_file(str(next(folder.rglob("*.xplane.pb"))))
     plane = trace.find_plane_with_name(plane_name)
-    lines = [x for x in (plane.lines if plane else ()) if x.name.startswith(line_name)]
-    return sorted(
+    kernels = [
         Kernel(x.start_ns, x.end_ns, dict(x.stats).get("hlo_module", "none"), x.name[:80])
-        for line in lines
+        for line in (plane.lines if plane else ())
+        if line.name.startswith(line_name)
         for x in line.events
         if not re.match(others, x.name)
-    )
+    ]
+    # The threads of a CPU also have events of no program.
+    return sorted(x for x in kernels if platform != "cpu" or x.program != "none")
 
 
 def summarize(kernels: Sequence[Kernel], seconds: float) -> dict[str, Any]:

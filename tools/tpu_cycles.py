@@ -87,12 +87,12 @@ def kernel_bundles(S: int, C: int, folder: Path) -> tuple[int, np.ndarray]:
     for kernel, times in (("fwd", 2), ("dkv", 1), ("dq", 1)):  # backward recomputes the forward
         text = max(folder.glob(f"*splash_mha_{kernel}*final_bundles.txt")).read_text()
         begin, branch, skipped = 0, 0, []  # the lengths of code that a branch skips
-        for match in re.finditer(r"^ *(?:0x)?([0-9a-f]+) +(LB|PF)?: .*?(sbr\.rel|$)", text, re.M):
-            address = int(match[1], 16)
-            if match[2] == "PF" and branch:
-                skipped, branch = [*skipped, address - branch], 0
-            begin, branch = (address, 0) if match[2] == "LB" else (begin, branch)
-            branch = address if match[3] else branch
+        lines = re.findall(r"^ *(?:0x)?([0-9a-f]+) +(LB|PF)?: .*?(sbr\.rel|$)", text, re.M)
+        for address, mark, branches in ((int(x, 16), *marks) for x, *marks in lines):
+            if mark == "PF" and branch:
+                skipped.append(address - branch)
+            begin = address if mark == "LB" else begin
+            branch = address if branches else 0 if mark else branch
         rest = branch - begin - sum(skipped)
         bundles += times * np.array([max(skipped), rest, sum(skipped) - max(skipped)])
     return int(re.findall(r'block_q\\*": (\d+)', hlo)[0]), bundles
@@ -123,9 +123,7 @@ def print_rows(T: int, mean: int, micro_batch: int, folder: Path) -> None:
     print(f"| {text} | {total:.0f} |", flush=True)
 
 
-def main() -> None:
-    if sys.argv[1:] != ["splash"]:
-        return print_programs()
+def print_splash() -> None:
     print("| rows | S + C | block | needed pairs | bundles of these, of all | M bundles |")
     print("|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
@@ -136,6 +134,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     try:
-        main()
+        print_splash() if sys.argv[1:] == ["splash"] else print_programs()
     except UserMistake as error:
         exit_with_mistakes(error)

@@ -68,10 +68,12 @@ class Fault(NamedTuple):
     phase: str
 
 
-def random_faults(rng: random.Random, processes: int) -> Iterator[Fault]:
+def random_faults(
+    rng: random.Random, processes: int, kinds: list[str], phases: list[str]
+) -> Iterator[Fault]:
     """Faults without end, in random order; each kind comes as often as the others in each phase."""
-    kinds = [kind for kind in KINDS if processes > 1 or kind != "silent"]
-    pairs = [*itertools.product(kinds, PHASES)]
+    kinds = [kind for kind in kinds if processes > 1 or kind != "silent"]
+    pairs = [*itertools.product(kinds, phases)]
     while True:
         yield from itertools.starmap(Fault, rng.sample(pairs, len(pairs)))
 
@@ -232,11 +234,12 @@ def checksum(x: np.ndarray) -> int:
     return int((bits * (2 * np.arange(bits.size, dtype=np.uint64) + 1)).sum() % 2**32)
 
 
-def read_checkpoints(out: Path) -> dict[int, str]:
-    """{step: why it cannot be read, or ""} of the checkpoints that look complete."""
-    found = {}
+def read_checkpoints(out: Path, damaged: set[int] = frozenset()) -> dict[int, str]:
+    """{step: why it cannot be read, or ""} of the checkpoints that look complete. damaged: steps of
+    those that are not read."""
+    found = {i: "damaged" for i in damaged if (out / "checkpoints" / str(i)).exists()}
     for path in (out / "checkpoints").glob("*"):
-        if path.name.isdecimal():
+        if path.name.isdecimal() and int(path.name) not in damaged:
             try:
                 record = json.loads((path / "record" / "metadata").read_text())
                 sums = map(checksum, checkpoint_arrays(out, int(path.name)).values())
@@ -254,10 +257,11 @@ def wrong_checkpoints(
 
     end: of process 0. before: the checkpoints before this start. damages: of before it.
     """
-    text, after, damaged = "\n".join(end.lines), read_checkpoints(out), set()
-    for x in damages:
-        if (out / "checkpoints") in x.file.parents:
-            damaged.add(int(x.file.relative_to(out / "checkpoints").parts[0]))
+    folder, text = out / "checkpoints", "\n".join(end.lines)
+    damaged = {
+        int(x.file.relative_to(folder).parts[0]) for x in damages if folder in x.file.parents
+    }
+    after = read_checkpoints(out, damaged)
     wrong = [f"checkpoint {i}: {why}" for i, why in after.items() if why and i not in damaged]
     for step in map(int, re.findall(r"checkpoint \S+/(\d+) is damaged and passed over", text)):
         if step not in damaged:
@@ -384,7 +388,8 @@ def drill(folder: Path, processes: int, args: argparse.Namespace) -> list[str]:
         failed = run_to_its_end(theirs, env, processes, iter(()), Totals(*map(Counter, [()] * 4)))
         if failed:
             return failed
-        faults = itertools.takewhile(goes_on, random_faults(random.Random(number), processes))
+        chosen = random_faults(random.Random(number), processes, args.kinds, args.phases)
+        faults = itertools.takewhile(goes_on, chosen)
         wrong += run_to_its_end(ours, env, processes, faults, totals)
         mistakes = mistakes_in(ours, theirs)
         wrong += [f"{ours}: {text}" for text in mistakes]
@@ -406,6 +411,8 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=40, help="of a run")
     parser.add_argument("--processes", choices=["1", "2", "both"], default="both")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=[*PHASES])
     parser.add_argument("--seed", type=int, default=0, help="the SEED of the first run")
     args = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"  # also of this process, which reads checkpoints

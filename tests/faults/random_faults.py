@@ -225,6 +225,12 @@ def damage_file(out: Path, rng: random.Random) -> Damage | None:
     return Damage(file, how, before, after)
 
 
+def add_damage(damages: list[Damage], made: Damage) -> list[Damage]:
+    """The damages with one more; one of the same file keeps what this file was before the first."""
+    whole = next((x.before for x in damages if x.file == made.file), made.before)
+    return [x for x in damages if x.file != made.file] + [made._replace(before=whole)]
+
+
 # ---- What a run leaves ---------------------------------------------------------------------------
 
 
@@ -360,9 +366,9 @@ def run_to_its_end(
         for x in damages if refused else ():
             x.file.parent.mkdir(parents=True, exist_ok=True)
             x.file.write_bytes(x.before)
-        damages = [] if refused else damages
+        damages = [] if refused else [x for x in damages if x.is_there()]
         if "damaged" in kinds and (made := damage_file(out, rng)):
-            damages.append(made)
+            damages = add_damage(damages, made)
             told += f", {made.file.relative_to(out)} is {made.how}"
         totals.outcomes.update((kind, f"exit {sorted({*codes})}") for kind in kinds)
         told += f", {len(found)} wrong, {time.monotonic() - began:.0f} s"

@@ -12,6 +12,7 @@ from faults.random_faults import (
     End,
     Fault,
     Totals,
+    add_damage,
     mistakes_in,
     read_checkpoints,
     run_to_its_end,
@@ -91,6 +92,13 @@ def test_a_checkpoint_that_is_lost_is_found(
     end, damages = End(0, lines, ""), damages if damaged else []
     _, found = wrong_checkpoints(tmp_path, end, before, damages, 3)
     assert len(found) == len(says) and all(map(str.startswith, found, says))
+
+
+def test_a_file_that_was_damaged_twice_is_put_back_as_it_was_at_first(tmp_path: Path) -> None:
+    first = Damage(tmp_path / "a", "cut", b"whole", b"who")
+    other, second = first._replace(file=tmp_path / "b"), Damage(first.file, "emptied", b"who", b"")
+    damages = add_damage(add_damage([first], other), second)
+    assert damages == [other, Damage(first.file, "emptied", b"whole", b"")]
 
 
 def test_if_one_of_two_processes_is_killed_the_other_ends_with_a_line_or_by_jax() -> None:

@@ -397,6 +397,8 @@ def test_the_rows_of_all_micro_steps_have_the_same_number_of_rounds_and_it_has_f
     assert rounds(2, 10, 4) == [6, 6, 6] and rounds() == []
     values = [1, 2, 3, 4, 6, 6, 8, 8, *[12] * 4, *[16] * 4, *[20] * 4]  # a row has 20 blocks
     assert [rounds(2 * n) for n in range(1, 21)] == [[value] for value in values]
+    monkeypatch.setattr(blocks, "gather_processes", lambda x: np.stack([x, [9]]))
+    assert rounds(2, 10) == [12, 12], "another process needs 9"
 
 
 # ---- The kernel's mask and blocks ----------------------------------------------------------------

@@ -92,7 +92,7 @@ def execute(folder: Path) -> dict[str, list]:
     (folder / "bin" / "pip").write_text('#!/bin/sh\necho pip "$@"\n')
     (folder / "bin" / "pip").chmod(0o755)
     # A test in this process may have compiled for a TPU, which sets TPU_ACCELERATOR_TYPE.
-    others = SETTINGS | {"TPU_ACCELERATOR_TYPE"}
+    others = SETTINGS - {"JAX_COMPILATION_CACHE_DIR"} | {"TPU_ACCELERATOR_TYPE"}
     env = {name: value for name, value in os.environ.items() if name not in others}
     # The commands of the notebook find the Python of the tests.
     env["PATH"] = f"{folder}/bin:{Path(sys.executable).parent}:{env['PATH']}"

@@ -549,18 +549,14 @@ def test_rows_with_a_base_in_8_bits_have_the_memory_of_their_plans(row: tuple[st
 
 
 @needs_compiler
-@pytest.mark.parametrize("program", ["decode", pytest.param("micro_step", marks=pytest.mark.slow)])
-def test_adapters_leave_the_base_of_3b_once_on_a_chip_of_16_gib(program: str) -> None:
+def test_adapters_leave_the_base_of_3b_once_on_a_chip_of_16_gib() -> None:
     text = f"MODEL_PATH=Qwen/Qwen2.5-3B {STEP} LORA_RANK=16 BATCH_SIZE=8"
     text += " TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=16"
     planned = plan.make_plan(Config.from_env(dict(x.split("=") for x in text.split())), "v5e-1")
-    memory = plan.measure_memory(list_programs(planned)[program])
+    memory = plan.measure_memory(list_programs(planned)["decode"])
     base = 2 * num_params(known_config("Qwen/Qwen2.5-3B"))
     assert base < memory.arguments < 1.5 * base and memory.rest < 0.1 * base
-    assert memory.total < 15.75 * 2**30
-    assert program != "decode" or memory.temporaries < 0.1 * base
-    if program == "micro_step":
-        assert f"{memory.total / 2**30:.2f} of 15.75, in micro_step" in DOC
+    assert memory.total < 15.75 * 2**30 and memory.temporaries < 0.1 * base
 
 
 @needs_compiler

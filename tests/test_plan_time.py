@@ -248,6 +248,7 @@ TPU_HLO = """
 }
 ENTRY %main (r: f32[2]) -> f32[2] {
   %s = f32[2]{0} copy(%r), backend_config={"estimated_cycles":"7"}
+  %u = f32[2]{0} custom-call(%s), backend_config={"estimated_cycles":"9223372036854775807"}
   ROOT %t = (s32[], s32[], f32[2]{0}) while(%s), condition=%token.less, body=%token
 }
 """

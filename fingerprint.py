@@ -2,10 +2,19 @@
 its checkpoint, and all processes must have the same values.
 """
 
+import contextlib
 import dataclasses
+import hashlib
 import json
 import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 import rewards
 from infra import hosts
@@ -34,23 +43,23 @@ def result_fingerprint(run: Run) -> dict[str, str]:
     values["DTYPE"] = str(run.learner.compute.dtype)
     values["the stop tokens"] = str(run.rollout.stopping.stop_ids)
     for name in ("config.json", "tokenizer.json"):
-        values[f"the model's {name}"] = hosts.short_digest((folder / name).read_bytes())
+        values[f"the model's {name}"] = short_digest((folder / name).read_bytes())
     prompts = (prompt[:4] for prompt in run.train_prompts)  # without the source of a Demonstration
-    values["the tokenized prompts"] = hosts.json_digest(prompts)
+    values["the tokenized prompts"] = json_digest(prompts)
     if cfg.beta > 0 or run.learner.compute.model.lora:  # a resumed run reads these weights again
         files = sorted(folder.glob("*.safetensors"))
         if run.adapters:
             files += [run.adapters / lora.CONFIG, run.adapters / hf.ADAPTERS]
-        fingerprints = [hosts.file_fingerprint(file) for file in files]
-        values["the model's weights"] = hosts.json_digest(fingerprints)
+        fingerprints = [file_fingerprint(file) for file in files]
+        values["the model's weights"] = json_digest(fingerprints)
     if cfg.lora_base_dtype != "auto":
         values["LORA_BASE_DTYPE"] = cfg.lora_base_dtype
     if cfg.off_policy_mask_threshold:
         values["OFF_POLICY_MASK_THRESHOLD"] = to_text(cfg.off_policy_mask_threshold)
     if run.teacher_folder:
         files = [run.teacher_folder / "config.json", *run.teacher_folder.glob("*.safetensors")]
-        fingerprints = [hosts.file_fingerprint(file) for file in sorted(files)]
-        values["the teacher's weights"] = hosts.json_digest(fingerprints)
+        fingerprints = [file_fingerprint(file) for file in sorted(files)]
+        values["the teacher's weights"] = json_digest(fingerprints)
         values["DISTILL_COEF"] = to_text(cfg.distill_coef)
         values["REWARD_COEF"] = to_text(cfg.reward_coef)
     if cfg.chat_template_kwargs:
@@ -59,14 +68,14 @@ def result_fingerprint(run: Run) -> dict[str, str]:
     values["ENVIRONMENT_CLASS"] = Path(cfg.environment_class).name
     if run.rollout.environments:  # the template also writes their messages
         template = run.rollout.chat_format.template()
-        values["the chat template"] = hosts.short_digest(template.encode())
+        values["the chat template"] = short_digest(template.encode())
     sources = {"REWARD_FN": functions, "ENVIRONMENT_CLASS": [cfg.environment_class]}
     for setting, names in sources.items():
         mains = [Path(name.rpartition(":")[0]).resolve() for name in names if ":" in name]
         for main in dict.fromkeys(mains):
             for file in imported_files(main):
                 label = f"the file of {setting} {os.path.relpath(file, main.parent)}"
-                digest = hosts.short_digest(file.read_bytes())
+                digest = short_digest(file.read_bytes())
                 # Files in two folders may have the same relative path.
                 values[label] = f"{values[label]},{digest}" if label in values else digest
     return values
@@ -80,9 +89,60 @@ def process_fingerprint(run: Run) -> dict[str, str]:
         for field in dataclasses.fields(run.cfg)
         if not field.metadata["per_process"]
     }
-    versions = {f"the version of {name}": x for name, x in hosts.package_versions().items()}
+    versions = {f"the version of {name}": x for name, x in package_versions().items()}
     code_and_data = {
-        "our code": hosts.code_digest(REPO),
-        "the questions of evaluations": hosts.json_digest(run.eval_prompts),
+        "our code": code_digest(REPO),
+        "the questions of evaluations": json_digest(run.eval_prompts),
     }
     return settings | result_fingerprint(run) | code_and_data | versions
+
+
+# ---- Digests and versions ------------------------------------------------------------------------
+
+
+def short_digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
+def json_digest(values: Iterable[Any]) -> str:
+    """Of the JSON of a list of the values, which is never in memory as a whole."""
+    digest, encode = hashlib.sha256(b"["), json.JSONEncoder(default=str).encode
+    for i, value in enumerate(values):
+        digest.update(((", " if i else "") + encode(value)).encode())
+    digest.update(b"]")
+    return digest.hexdigest()[:12]
+
+
+def file_fingerprint(file: Path) -> list[Any]:
+    """The name and the size of a file, and a digest of a part of it, since reading all of it would
+    take too long: the first and the last MiB, and about 4096 evenly spaced bytes."""
+    content = np.memmap(file, mode="r")
+    pieces = content[: 2**20], content[:: max(len(content) // 4096, 1)], content[-(2**20) :]
+    return [file.name, len(content), short_digest(b"".join(x.tobytes() for x in pieces))]
+
+
+def code_digest(root: Path) -> str:
+    folders = (".", "model", "infra", "extras")
+    files = [file for folder in folders for file in root.glob(f"{folder}/*.py")]
+    return short_digest(b"".join(file.read_bytes() for file in sorted(files)))
+
+
+def commit_of(root: Path) -> str:
+    """The commit of the code in a folder, with "-dirty" if tracked files differ from it; empty if
+    there is no git, and if git knows nothing of the folder."""
+    describe = "describe --always --dirty --abbrev=40 --exclude=*".split()
+    command = ["git", "--no-optional-locks", "-C", str(root), *describe]
+    try:
+        git = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return git.stdout.strip()
+
+
+def package_versions() -> dict[str, str]:
+    """The versions of Python and of the packages on which results depend."""
+    numbers = {"python": platform.python_version()}
+    for package in "jax jaxlib libtpu flax optax numpy transformers sglang-jax".split():
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            numbers[package] = metadata.version(package)
+    return numbers

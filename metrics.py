@@ -2,13 +2,14 @@
 samples of completions."""
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 
-from infra.chips import chip_of, memory_peaks
+from infra.chips import chip_of
 from infra.log import Clock, RunLog, mean_without_nan, to_json_values
 from loss import MERGE, equal_groups
 from model.network import ComputeConfig
@@ -207,6 +208,18 @@ def device_record(step: Step, model: ModelConfig, updates_per_step: int) -> dict
         peak = 1e12 * chip.tflops * jax.device_count()  # FLOPs per second
         record["throughput/update/mfu"] = flops / seconds["update"] / peak
     return record
+
+
+def memory_peaks() -> dict[str, float]:
+    """The peak memory so far in GiB, of this process and of its devices, if they report it."""
+    import resource  # Windows has none
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    peaks = {"host_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
+    device_peaks = [(d.memory_stats() or {}).get("peak_bytes_in_use") for d in jax.local_devices()]
+    if known := [peak for peak in device_peaks if peak]:
+        peaks["device_peak_gib"] = max(known) / 2**30
+    return peaks
 
 
 def phase_seconds(clock: Clock) -> dict[str, float]:

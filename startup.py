@@ -31,7 +31,7 @@ from chat import (
 )
 from config import Config
 from demonstrations import build_demonstrations
-from fingerprint import process_fingerprint, result_fingerprint
+from fingerprint import commit_of, package_versions, process_fingerprint, result_fingerprint
 from infra import hosts, resume
 from infra.checkpoint import Progress
 from infra.chips import attribute_oom_to, has_bfloat16
@@ -604,7 +604,7 @@ def resolved_choices(run: Run) -> dict[str, str]:
         **{f"derived.{name}": str(getattr(compute, name)) for name in names},
         "derived.mesh_shape": mesh_text(compute.layout.mesh),
         "derived.rollout_mesh_shape": placement.rollout_mesh_text(run.cfg, run.rollout.compute),
-        "derived.commit": hosts.commit_of(REPO),
+        "derived.commit": commit_of(REPO),
         "derived.device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
     }
 
@@ -657,4 +657,4 @@ if __name__ == "__main__":
     with hosts.exiting_on_error():
         cfg, *_ = config.load([])
         hosts.start_jax(cfg.jax_compilation_cache_dir, cfg.init_timeout_s)
-        print("versions", *(f"{name}={x}" for name, x in hosts.package_versions().items()))
+        print("versions", *(f"{name}={x}" for name, x in package_versions().items()))

@@ -70,11 +70,11 @@ import numpy as np
 from data import batch_indices
 from demonstrations import Demonstration
 from evaluation import evaluate
-from infra.chips import exit_on_oom, memory_peaks
+from infra.chips import exit_on_oom
 from infra.hosts import exiting_on_error
 from infra.log import Clock, RunLog
 from infra.mistakes import UserMistake, import_side_file
-from metrics import escape_control_characters, nonfinite_metric, shorten
+from metrics import escape_control_characters, memory_peaks, nonfinite_metric, shorten
 from model.params import Params, combine_params
 from optimizer import learning_rate
 from rows import Batch

@@ -85,18 +85,6 @@ def has_bfloat16(device: jax.Device) -> bool:
     return not (too_old or device.platform == "cpu" or device.device_kind.startswith(NO_BFLOAT16))
 
 
-def memory_peaks() -> dict[str, float]:
-    """The peak memory so far in GiB, of this process and of its devices, if they report it."""
-    import resource  # Windows has none
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    peaks = {"host_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
-    device_peaks = [(d.memory_stats() or {}).get("peak_bytes_in_use") for d in jax.local_devices()]
-    if known := [peak for peak in device_peaks if peak]:
-        peaks["device_peak_gib"] = max(known) / 2**30
-    return peaks
-
-
 def usable_memory_bytes(device: jax.Device) -> float:
     """The bytes of a device's memory that programs may use; infinite if the device does not say."""
     chip = chip_of(device)

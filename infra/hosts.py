@@ -2,20 +2,16 @@
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
-import platform
 import re
 import signal
 import stat
-import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator
-from importlib import metadata
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -215,33 +211,6 @@ def gather_texts(text: str) -> list[str]:
     return [bytes(x[:size]).decode() for x, size in zip(gathered, sizes, strict=True)]
 
 
-def code_digest(root: Path) -> str:
-    folders = (".", "model", "infra", "extras")
-    files = [file for folder in folders for file in root.glob(f"{folder}/*.py")]
-    return short_digest(b"".join(file.read_bytes() for file in sorted(files)))
-
-
-def commit_of(root: Path) -> str:
-    """The commit of the code in a folder, with "-dirty" if tracked files differ from it; empty if
-    there is no git, and if git knows nothing of the folder."""
-    describe = "describe --always --dirty --abbrev=40 --exclude=*".split()
-    command = ["git", "--no-optional-locks", "-C", str(root), *describe]
-    try:
-        git = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return git.stdout.strip()
-
-
-def package_versions() -> dict[str, str]:
-    """The versions of Python and of the packages on which results depend."""
-    numbers = {"python": platform.python_version()}
-    for package in "jax jaxlib libtpu flax optax numpy transformers sglang-jax".split():
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            numbers[package] = metadata.version(package)
-    return numbers
-
-
 def changed_random_numbers() -> dict[str, str]:
     """The settings of jax that make other random numbers than its defaults, {name: value}."""
     usual = dict(
@@ -249,27 +218,6 @@ def changed_random_numbers() -> dict[str, str]:
     )
     values = {name: getattr(jax.config, f"jax_{name}") for name in usual}
     return {f"JAX_{name.upper()}": str(x) for name, x in values.items() if x != usual[name]}
-
-
-def short_digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:12]
-
-
-def json_digest(values: Iterable[Any]) -> str:
-    """Of the JSON of a list of the values, which is never in memory as a whole."""
-    digest, encode = hashlib.sha256(b"["), json.JSONEncoder(default=str).encode
-    for i, value in enumerate(values):
-        digest.update(((", " if i else "") + encode(value)).encode())
-    digest.update(b"]")
-    return digest.hexdigest()[:12]
-
-
-def file_fingerprint(file: Path) -> list[Any]:
-    """The name and the size of a file, and a digest of a part of it, since reading all of it would
-    take too long: the first and the last MiB, and about 4096 evenly spaced bytes."""
-    content = np.memmap(file, mode="r")
-    pieces = content[: 2**20], content[:: max(len(content) // 4096, 1)], content[-(2**20) :]
-    return [file.name, len(content), short_digest(b"".join(x.tobytes() for x in pieces))]
 
 
 # ---- Stopping ------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from tokenizers.processors import TemplateProcessing
 from chat import ChatFormat, end_of_turn_id, open_think_tag, read_opening
 from config import Config
 from data import Prompt, batch_indices, build_prompts, drop_long_prompts, load_examples
-from infra import hosts
+from fingerprint import json_digest
 from infra.mistakes import UserMistake
 from model import hf
 from rewards import reward_correct
@@ -409,7 +409,7 @@ def test_tokenizing_in_batches_changes_neither_ids_nor_order_nor_fingerprint(
     prompts = build_prompts(EXAMPLES, format_of(hf.load_tokenizer(ROOT / "tiny"), SYSTEM))
     assert [len(prompt.ids) for prompt in prompts] == [61, 63, 38]
     assert prompts[2].ids[-9:] == [20, 33, 2, 201, 1, 394, 503, 543, 201]
-    assert hosts.json_digest(prompts) == "85c92d728858", "of all prompts at once"
+    assert json_digest(prompts) == "85c92d728858", "of all prompts at once"
 
 
 @pytest.mark.parametrize(
@@ -422,7 +422,7 @@ def test_tokenizing_in_batches_changes_neither_ids_nor_order_nor_fingerprint(
 )
 def test_a_digest_of_values_one_by_one_is_that_of_their_list_as_json(values, digest) -> None:
     text = json.dumps(values, default=str).encode()
-    assert hosts.json_digest(iter(values)) == digest == hashlib.sha256(text).hexdigest()[:12]
+    assert json_digest(iter(values)) == digest == hashlib.sha256(text).hexdigest()[:12]
 
 
 def test_memory_grows_with_the_tokens_alone(tmp_path: Path) -> None:
@@ -433,13 +433,13 @@ def test_memory_grows_with_the_tokens_alone(tmp_path: Path) -> None:
         from pathlib import Path
         import data
         from chat import ChatFormat
-        from infra import hosts
+        from fingerprint import json_digest
         from model import hf
         chat_format = ChatFormat(hf.load_tokenizer(Path("tiny")), [])
         for file in sys.argv[1:]:
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             prompts = data.build_prompts(data.load_examples(file, "", "train"), chat_format)
-            hosts.json_digest(prompts)
+            json_digest(prompts)
         growth = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         growth *= 1 if sys.platform == "darwin" else 1024  # bytes on macOS, else KiB
         print(growth / sum(len(prompt.ids) for prompt in prompts))

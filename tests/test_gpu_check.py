@@ -10,7 +10,7 @@ import jax
 import pytest
 from runs import FASTER_TO_COMPILE, REPO, few_examples
 
-from infra.hosts import commit_of
+from fingerprint import commit_of
 from model import blocks
 from model.attention import KV, PackedRows, attention
 from model.layout import Layout

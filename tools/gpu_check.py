@@ -24,8 +24,8 @@ import numpy as np
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # so that it runs from any folder
 
+from fingerprint import commit_of
 from infra.chips import OUT_OF_MEMORY_CODE
-from infra.hosts import commit_of
 from infra.log import to_json_values
 from model.attention import KV, PackedRows, attention
 from model.blocks import block_attention, with_key_blocks

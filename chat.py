@@ -5,7 +5,9 @@ drop, change or refuse what it is given, so each use is compared with what it ha
 """
 
 import contextlib
+import itertools
 import json
+import operator
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jinja2
 import jinja2.meta
+import numpy as np
 
 from infra.mistakes import UserMistake, reading
 from infra.settings import read_text
@@ -225,6 +228,42 @@ def missing_header(chat_format: ChatFormat) -> str:
     header = THINK_TAGS.sub("", header).strip()
     # A template may write the last question of a prompt in another way.
     return "" if prompt.rstrip().endswith(header) else header
+
+
+# ---- The text of a completion --------------------------------------------------------------------
+
+
+def completion_parts(
+    ids: np.ndarray, sampled_mask: np.ndarray, length: int
+) -> list[tuple[int, list[int]]]:
+    """The tokens of a completion, turn by turn: (1, tokens that the policy has sampled), then
+    (0, tokens of the environment's message), and so on. ids, sampled_mask: [T]."""
+    pairs = zip(sampled_mask[:length].tolist(), ids[:length].tolist(), strict=True)
+    parts = itertools.groupby(pairs, key=operator.itemgetter(0))
+    return [(is_sampled, [token for _, token in part]) for is_sampled, part in parts]
+
+
+def completion_text(
+    prompt_ids: list[int],
+    ids: np.ndarray,
+    sampled_mask: np.ndarray,
+    length: int,
+    tokenizer: "PreTrainedTokenizerBase",
+    stop_ids: tuple[int, ...],
+) -> str:
+    """The text that is scored: the last turn of a completion, preceded by <think> if the chat
+    template opens this tag at the end of the prompt. ids, sampled_mask: [T]."""
+    parts = completion_parts(ids, sampled_mask, length)
+    last_turn = [part for is_sampled, part in parts if is_sampled][-1]
+    return open_think_tag(prompt_ids, tokenizer) + decode_part(last_turn, tokenizer, stop_ids)
+
+
+def decode_part(
+    ids: list[int], tokenizer: "PreTrainedTokenizerBase", stop_ids: tuple[int, ...]
+) -> str:
+    """The text of a part of a completion, with its special tokens (<tool_call> may be one), but
+    without the stop token that ends it."""
+    return tokenizer.decode(ids[:-1] if ids[-1] in stop_ids else ids)
 
 
 def open_think_tag(prompt_ids: list[int], tokenizer: "PreTrainedTokenizerBase") -> str:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 import data
+from contracts import Backend
 from infra.log import Clock, RunLog, mean_without_nan
 from infra.sizes import eval_questions
 from metrics import are_right, completion_entries, completion_record, phase_seconds
@@ -17,7 +18,6 @@ from model.params import Params
 from rollout import complete, completion_texts, gather_batch, reward_completions
 from rows import Batch
 from run import Run
-from sampling import Backend
 
 EVAL_PHASES = ("rollout_sync", "rollout_generate", "reward")
 EVALUATION_ROUND = 0  # the round_number of an evaluation's episodes; those of training begin at 1
@@ -74,7 +74,8 @@ def answer_questions(
     missing = -len(questions) % (size * jax.process_count())
     padded = [*questions, *[questions[-1]] * missing]
     if rollout.environments is not None:
-        padded = rollout.environments.begin_episodes(rollout, padded, EVALUATION_ROUND, samples)
+        T, model = rollout.stopping.max_length_sample, rollout.compute.model
+        padded = rollout.environments.begin_episodes(padded, EVALUATION_ROUND, samples, model, T)
     completions = complete(
         rollout,
         backend,

@@ -9,19 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 
+from chat import completion_parts, decode_part
 from infra.chips import chip_of
 from infra.log import Clock, RunLog, mean_without_nan, to_json_values
 from loss import MERGE, equal_groups
 from model.network import ComputeConfig
 from model.params import ModelConfig
 from model.placement import update_flops
-from rollout import (
-    RolloutConfig,
-    completion_parts,
-    completion_texts,
-    decode_part,
-    have_equal_rewards,
-)
+from rollout import RolloutConfig, completion_texts, have_equal_rewards
 from rows import Batch
 from run import Run
 
@@ -297,13 +292,12 @@ def dialogues_of(rollout: RolloutConfig, batch: Batch) -> list[str]:
     the speaker of each part."""
     if rollout.environments is None:
         return completion_texts(rollout, batch.prompts, batch)
-    speakers = "[environment]", "[policy]"
-
+    speakers, stop_ids = ("[environment]", "[policy]"), rollout.stopping.stop_ids
     dialogues = []
-    for i in range(len(batch.lengths)):
+    for each in zip(batch.completion_ids, batch.sampled_mask, batch.lengths, strict=True):
         parts = [
-            (speakers[k], decode_part(rollout, ids).strip())
-            for k, ids in completion_parts(batch, i)
+            (speakers[k], decode_part(ids, rollout.tokenizer, stop_ids).strip())
+            for k, ids in completion_parts(*each)
         ]
         dialogues.append("\n".join(f"{speaker} {text}" for speaker, text in parts))
     return dialogues

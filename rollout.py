@@ -6,8 +6,6 @@ them on this process. T completion tokens, padded to MAX_LENGTH_SAMPLE.
 """
 
 import dataclasses
-import itertools
-import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +13,9 @@ import jax
 import numpy as np
 
 import data
-from chat import ChatFormat, open_think_tag
+from chat import ChatFormat, completion_text
 from config import Config
+from contracts import Backend, Environments
 from infra.hosts import StopSignal
 from infra.log import progress_bar
 from infra.mistakes import UserMistake
@@ -27,12 +26,10 @@ from model.network import ComputeConfig
 from model.next_token import Sampling
 from rewards import RewardFunction, total_rewards
 from rows import Batch
-from sampling import Backend, Completions, Stopping
+from sampling import Completions, Stopping
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from extras.turns import Environments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +44,7 @@ class RolloutConfig:
     chat_format: ChatFormat
     functions: list[RewardFunction]
     reward_weights: tuple[float, ...]  # the weight of each function in the total reward
-    environments: "Environments | None"  # None: a completion is a single turn of the policy
+    environments: Environments | None  # None: a completion is a single turn of the policy
     max_turns: int  # the most turns of the policy in a completion
     global_length: int  # prompts are padded to at least this S
     max_prompt_width: int  # S+1 for the longest prompt of the run
@@ -66,7 +63,8 @@ def prompts_of_round(
     prompts = [pool[i] for i in indices]
     if rollout.environments is None:
         return prompts
-    return rollout.environments.begin_episodes(rollout, prompts, round_number + 1, K)  # 0: evals
+    T, model = rollout.stopping.max_length_sample, rollout.compute.model
+    return rollout.environments.begin_episodes(prompts, round_number + 1, K, model, T)  # 0: evals
 
 
 def complete(
@@ -90,20 +88,32 @@ def complete(
     total = len(local_prompts) * completions_per_prompt
     sequence_ids = np.arange(total, dtype=np.int32) + jax.process_index() * total  # [count]
     sequences_per_pass = prompts_per_pass * completions_per_prompt
+
+    def run_pass(
+        ids: list[list[int]], width: int, sequence_ids: np.ndarray, earlier: np.ndarray | None
+    ) -> Completions:
+        rollout.stop_signal.raise_if_stopped()
+        prompt_ids, prompt_mask = data.pad_prompts(ids, width, rollout.stopping.pad_id)
+        return backend.generate(prompt_ids, prompt_mask, sequence_ids, key, sampling, earlier)
+
     with progress_bar(title, total, "completions") as bar:
         for i in range(0, len(local_prompts), prompts_per_pass):
-            rollout.stop_signal.raise_if_stopped()
             ids = [prompt.ids for prompt in local_prompts[i : i + prompts_per_pass]]
-            prompt_ids, prompt_mask = data.pad_prompts(ids, width, rollout.stopping.pad_id)
             first = i * completions_per_prompt
             ids_of_pass = sequence_ids[first : first + sequences_per_pass]
-            passes.append(backend.generate(prompt_ids, prompt_mask, ids_of_pass, key, sampling))
+            passes.append(run_pass(ids, width, ids_of_pass, None))
             bar.update(sequences_per_pass)
     completions = concatenate_trees(passes)
     if rollout.environments is None:
         return completions
     return rollout.environments.take_turns(
-        rollout, backend, local_prompts, completions, key, sampling, sequences_per_pass
+        run_pass,
+        local_prompts,
+        completions,
+        sequences_per_pass,
+        stopping=rollout.stopping,
+        max_turns=rollout.max_turns,
+        max_prompt_width=rollout.max_prompt_width,
     )
 
 
@@ -114,35 +124,12 @@ def completion_texts(
     rollout: RolloutConfig, prompts: list[data.Prompt], completions: Completions | Batch
 ) -> list[str]:
     """The text of each completion. prompts: each once, in the order of their completions."""
-    count = len(completions.lengths)
-    return [completion_text(rollout, prompts, completions, i) for i in range(count)]
-
-
-def completion_text(
-    rollout: RolloutConfig, prompts: list[data.Prompt], completions: Completions | Batch, i: int
-) -> str:
-    """The text that is scored: the last turn of completion i, preceded by <think> if the chat
-    template opens this tag at the end of the prompt."""
-    ids = [ids for is_sampled, ids in completion_parts(completions, i) if is_sampled][-1]
-    prompt = prompts[i * len(prompts) // len(completions.lengths)]
-    return open_think_tag(prompt.ids, rollout.tokenizer) + decode_part(rollout, ids)
-
-
-def decode_part(rollout: RolloutConfig, ids: list[int]) -> str:
-    """The text of a part of a completion, with its special tokens (<tool_call> may be one), but
-    without the stop token that ends it."""
-    has_stop_token = ids[-1] in rollout.stopping.stop_ids
-    return rollout.tokenizer.decode(ids[:-1] if has_stop_token else ids)
-
-
-def completion_parts(completions: Completions | Batch, i: int) -> list[tuple[int, list[int]]]:
-    """The tokens of completion i, turn by turn: (1, tokens that the policy has sampled), then
-    (0, tokens of the environment's message), and so on."""
-    length = completions.lengths[i]
-    ids = completions.completion_ids[i, :length].tolist()
-    mask = completions.sampled_mask[i, :length].tolist()
-    parts = itertools.groupby(zip(mask, ids, strict=True), key=operator.itemgetter(0))
-    return [(is_sampled, [token for _, token in part]) for is_sampled, part in parts]
+    arrays = completions.completion_ids, completions.sampled_mask, completions.lengths
+    K, stop_ids = len(completions.lengths) // len(prompts), rollout.stopping.stop_ids
+    return [
+        completion_text(prompts[i // K].ids, *tokens, rollout.tokenizer, stop_ids)
+        for i, tokens in enumerate(zip(*arrays, strict=True))
+    ]
 
 
 def reward_completions(

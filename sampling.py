@@ -8,7 +8,7 @@ vocabulary, U ids of a support (the tokens that the filters keep).
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +31,6 @@ from model.params import (
     param_formats,
     trainable_params,
 )
-
-if TYPE_CHECKING:
-    from extras.sglang import SglangBackend
 
 STAGES, STAGE_TOKENS = 4, 128  # of decode, see stage_ends
 
@@ -137,9 +134,6 @@ class NaiveBackend:
 
     def close(self) -> None:
         """Does nothing; an engine ends its processes and threads."""
-
-
-Backend: TypeAlias = "NaiveBackend | SglangBackend"  # the same public methods
 
 
 # ---- Copies of the weights -----------------------------------------------------------------------

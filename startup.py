@@ -30,6 +30,7 @@ from chat import (
     read_opening,
 )
 from config import Config
+from contracts import Backend, Environments
 from demonstrations import build_demonstrations
 from fingerprint import commit_of, package_versions, process_fingerprint, result_fingerprint
 from infra import hosts, resume
@@ -54,13 +55,11 @@ from optimizer import Optimizer, Schedule, TrainState, abstract_state, init_stat
 from rollout import RolloutConfig
 from rows import RowLimits
 from run import Run
-from sampling import Backend, NaiveBackend, Stopping
+from sampling import NaiveBackend, Stopping
 from update import LearnerConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from extras.turns import Environments
 
 
 def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | None]:
@@ -421,7 +420,7 @@ def note_untold_tags(run: Run) -> None:
 
 def open_environments(
     cfg: Config, workers: dict[str, RewardWorker], chat_format: ChatFormat, stop_ids: Sequence[int]
-) -> "Environments | None":
+) -> Environments | None:
     """The environments of ENVIRONMENT_CLASS; None if it is empty. workers: see get_worker. Raises
     UserMistake."""
     source = cfg.environment_class
@@ -576,7 +575,8 @@ def open_log(run: Run, out: Path, progress: Progress) -> RunLog:
             replace_file(out / "config.yaml", text + "\n")
             if module := open_trackers(cfg):
                 settings = tracker_settings(run, out, progress)
-                log.trackers = module.Trackers(cfg.report_to or "wandb", out, settings, log)
+                names = cfg.report_to or "wandb"
+                log.trackers = module.Trackers(names, out, settings, log.print_line)
             log.print_line(f"output={out}")
     return log
 

@@ -259,9 +259,11 @@ class SglangBackend:
         sequence_ids: np.ndarray,
         key: jax.Array,
         sampling: Sampling,
+        earlier_tokens: np.ndarray | None = None,
     ) -> Completions:
         """As NaiveBackend.generate, but the log-probabilities are relative to the complete
         vocabulary, without the filters of `sampling`. Raises EngineFailed."""
+        assert earlier_tokens is None, "config.py refuses environments with an engine"
         sequences, T = len(sequence_ids), self._stopping.max_length_sample
         prompts = [
             ids[mask > 0].tolist() for ids, mask in zip(prompt_ids, prompt_mask, strict=True)

@@ -8,11 +8,11 @@ import contextlib
 import importlib
 import io
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from infra.log import STEP_S, RunLog, read_lines
+from infra.log import STEP_S, read_lines
 from infra.mistakes import UserMistake, in_one_line
 
 
@@ -42,10 +42,12 @@ def raise_if_unusable(names: str, setting: str, mode: str) -> None:
 class Trackers:
     """The trackers of a run. After an error of one a line says so, and that one gets no more."""
 
-    def __init__(self, names: str, out: Path, settings: dict[str, Any], log: RunLog) -> None:
+    def __init__(
+        self, names: str, out: Path, settings: dict[str, Any], print_line: Callable[[str], None]
+    ) -> None:
         """names: as of REPORT_TO. out: the run's folder. settings: of wandb.init; the same "id"
         continues the same run."""
-        self._out, self._log = out, log
+        self._out, self._print_line = out, print_line
         self._step = 0  # the newest step
         self._row: dict[str, Any] = {}  # its values that are not sent yet
         self._runs: dict[str, WandbRun | TrackioRun | TensorBoardRun] = {}  # without an error yet
@@ -86,7 +88,7 @@ class Trackers:
             self._runs.pop(name, None)
             title, reason = name.replace("wandb", "W&B"), in_one_line(error, with_type=False)
             kept = f"{self._out}/metrics.jsonl has the records"
-            self._log.print_line(f"{title}: {reason}; the run continues without it, and {kept}")
+            self._print_line(f"{title}: {reason}; the run continues without it, and {kept}")
 
 
 class WandbRun:

@@ -23,16 +23,16 @@ import jax
 import numpy as np
 
 import data
-from chat import SENTINEL, ChatFormat
+from chat import SENTINEL, ChatFormat, completion_text
+from contracts import Pass
 from infra.hosts import gather_texts
 from infra.mistakes import UserMistake
 from infra.reward_worker import LOADING_S, RewardWorker, parse_call
 from infra.sizes import turn_batch_size, turn_width
 from model.layout import gather_processes, slice_of_process
-from model.next_token import Sampling
+from model.params import ModelConfig
 from model.placement import raise_if_too_long
-from rollout import RolloutConfig, completion_text
-from sampling import Backend, Completions
+from sampling import Completions, Stopping
 
 # The sequence_id of an unused slot in a pass. A pass returns its sequences in the order of their
 # sequence_ids, so unused slots come last.
@@ -212,17 +212,17 @@ class Environments:
 
     def begin_episodes(
         self,
-        rollout: RolloutConfig,
         prompts: list[data.Prompt],
         round_number: int,
         completions_per_prompt: int,
+        model: ModelConfig,
+        max_length_sample: int,
     ) -> list[data.Prompt]:
         """Begins the episodes of a round. Returns the prompts of all processes, with the texts of
         `reset` after the questions. Raises UserMistake.
 
         round_number: from 1 on in training, 0 in evaluations.
         """
-        model = rollout.compute.model
         sequence_ids = slice_of_process(range(len(prompts) * completions_per_prompt))
         local_examples = [prompt.columns for prompt in slice_of_process(prompts)]
         local_texts = self.reset(round_number, sequence_ids, local_examples, completions_per_prompt)
@@ -235,7 +235,7 @@ class Environments:
         new_prompts = data.build_prompts(examples, self.chat_format, model.vocab_size)
         longest = max(len(prompt.ids) for prompt in new_prompts)
         try:
-            raise_if_too_long(rollout.stopping.max_length_sample, model, longest)
+            raise_if_too_long(max_length_sample, model, longest)
         except UserMistake as error:
             raise UserMistake(
                 f"ENVIRONMENT_CLASS={self._source}, with the text of reset: {error}"
@@ -246,23 +246,26 @@ class Environments:
 
     def take_turns(
         self,
-        rollout: RolloutConfig,
-        backend: Backend,
+        run_pass: Pass,
         prompts: list[data.Prompt],
         completions: Completions,
-        key: jax.Array,
-        sampling: Sampling,
         sequences_per_pass: int,
+        *,
+        stopping: Stopping,
+        max_turns: int,
+        max_prompt_width: int,
     ) -> Completions:
         """Adds the later turns to completions that have their first turn, and returns them. A
         completion ends if its environment has no answer, after MAX_TURNS, or with T tokens.
 
         prompts: of this process. sequences_per_pass: the most sequences of a pass on this process.
         """
-        pad_id, T = rollout.stopping.pad_id, rollout.stopping.max_length_sample
+        pad_id, T = stopping.pad_id, stopping.max_length_sample
         unfinished = [*range(len(completions.lengths))]
-        for turn in range(1, rollout.max_turns + 1):
-            unfinished = self._add_messages(rollout, prompts, completions, unfinished, turn)
+        for turn in range(1, max_turns + 1):
+            unfinished = self._add_messages(
+                prompts, completions, unfinished, turn, max_turns, stopping
+            )
             ids = []  # the prompt and the completion so far, of each unfinished sequence
             for i in unfinished:
                 prompt = prompts[i * len(prompts) // len(completions.lengths)]
@@ -274,31 +277,28 @@ class Environments:
             if count == 0:
                 break
             size = turn_batch_size(count, sequences_per_pass, jax.local_device_count())
-            width = turn_width(longest, rollout.max_prompt_width + T)
+            width = turn_width(longest, max_prompt_width + T)
             for start in range(0, count, size):
-                rollout.stop_signal.raise_if_stopped()
                 members = unfinished[start : start + size]
                 # An unused slot gets the length T, so that no token is sampled for it.
                 unused = size - len(members)
                 filled = ids[start : start + size] + [[pad_id]] * unused
-                prompt_ids, prompt_mask = data.pad_prompts(filled, width, pad_id)
                 sequence_ids = np.append(completions.sequence_ids[members], [NO_SEQUENCE] * unused)
                 sequence_ids = sequence_ids.astype(np.int32)
                 lengths = np.append(completions.lengths[members], [T] * unused).astype(np.int32)
-                turns = backend.generate(
-                    prompt_ids, prompt_mask, sequence_ids, key, sampling, lengths
-                )
+                turns = run_pass(filled, width, sequence_ids, lengths)
                 for j, i in enumerate(members):
                     append_turn(completions, i, turns, j)
         return completions
 
     def _add_messages(
         self,
-        rollout: RolloutConfig,
         prompts: list[data.Prompt],
         completions: Completions,
         unfinished: list[int],
         turn: int,
+        max_turns: int,
+        stopping: Stopping,
     ) -> list[int]:
         """Appends the environment's answers to this turn of the unfinished completions. Returns
         those that continue.
@@ -306,25 +306,30 @@ class Environments:
         A message that leaves no room for another token is cut and ends the completion. It then
         counts as cut off, unless the stop token of the turn is already its last token.
         """
-        lengths, T = completions.lengths, rollout.stopping.max_length_sample
-        is_last = turn == rollout.max_turns
+        lengths, T = completions.lengths, stopping.max_length_sample
+        is_last = turn == max_turns
         if is_last and self.chat_format.tools:  # The policy could not read the answer of a tool.
             return []
         last_ids = completions.completion_ids[unfinished, lengths[unfinished] - 1]
-        has_stopped = np.isin(last_ids, rollout.stopping.stop_ids)  # else the turn was cut off
+        has_stopped = np.isin(last_ids, stopping.stop_ids)  # else the turn was cut off
         stopped = [i for i, x in zip(unfinished, has_stopped, strict=True) if x]
         sequence_ids = completions.sequence_ids[stopped].tolist()
-        texts = [completion_text(rollout, prompts, completions, i) for i in stopped]
+        K, arguments = len(lengths) // len(prompts), (self.chat_format.tokenizer, stopping.stop_ids)
+        ids, mask = completions.completion_ids, completions.sampled_mask
+        texts = [
+            completion_text(prompts[i // K].ids, ids[i], mask[i], lengths[i], *arguments)
+            for i in stopped
+        ]
         messages = self.answers(sequence_ids, turn, texts)
         if is_last:
             return []
         going_on = []
-        for i, ids in zip(stopped, messages, strict=True):
-            if ids is None:
+        for i, message in zip(stopped, messages, strict=True):
+            if message is None:
                 continue
-            ids = ids[: T - lengths[i]]
-            completions.completion_ids[i, lengths[i] : lengths[i] + len(ids)] = ids
-            lengths[i] += len(ids)
+            message = message[: T - lengths[i]]
+            ids[i, lengths[i] : lengths[i] + len(message)] = message
+            lengths[i] += len(message)
             if lengths[i] < T:
                 going_on.append(i)
         return going_on

@@ -63,7 +63,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
         stand_in = StandIn(**facts)
         monkeypatch.setitem(sys.modules, "wandb", stand_in)
         log = RunLog(tmp_path, steps=5, lengths=lengths, writes=True)
-        log.trackers = Trackers("wandb", tmp_path, {"mode": "online", "id": "abc"}, log)
+        log.trackers = Trackers("wandb", tmp_path, {"mode": "online", "id": "abc"}, log.print_line)
         return stand_in, log
 
     return open_log
@@ -145,7 +145,7 @@ def test_a_tracker_that_fails_takes_nothing_from_the_others(
     monkeypatch.setitem(sys.modules, f"{name}.summary", None)
     wandb, log = opened()
     settings = {"mode": "online", "id": "abc", "project": "p", "name": "n"}
-    log.trackers = Trackers(f"{name},wandb", tmp_path, settings, log)
+    log.trackers = Trackers(f"{name},wandb", tmp_path, settings, log.print_line)
     log.record_metrics(0, {STEP_S: 1.0})
     log.close(finished=True)
     assert capsys.readouterr().out.startswith(f"{name}: import of {name}")
@@ -172,7 +172,9 @@ def test_wandb_needs_a_key_if_a_setting_names_it_and_a_key_alone_ends_no_run(
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setenv("WANDB_API_KEY", "short")
     log = RunLog(tmp_path, steps=1, writes=True)
-    log.trackers = open_trackers(Config()).Trackers("wandb", tmp_path, {"mode": "online"}, log)
+    log.trackers = open_trackers(Config()).Trackers(
+        "wandb", tmp_path, {"mode": "online"}, log.print_line
+    )
     log.close(finished=True)
     assert capsys.readouterr().out.startswith("W&B: import of wandb halted")
     for key, words in (("", "there is no API key; set WANDB_API_KEY"), ("short", "5 characters")):

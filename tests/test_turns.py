@@ -136,7 +136,7 @@ def talk(run: Run, turns: list[list[str]], *, T: int = 200, K: int = 1, max_turn
     rollout = dataclasses.replace(rollout, stopping=stopping, max_turns=max_turns or DEFAULT_TURNS)
     examples = [{"question": "Guess.", "answer": "#### 33"}] * (len(turns) // K)
     prompts = build_prompts(examples, rollout.chat_format)
-    prompts = environments.begin_episodes(rollout, prompts, 1, K)
+    prompts = environments.begin_episodes(prompts, 1, K, rollout.compute.model, T)
     script, key, sampling = Script(turns, T), jax.random.key(0), rollout.sampling
     sizes = {"completions_per_prompt": K, "prompts_per_pass": len(prompts), "title": "rollout"}
     completions = complete(rollout, script, prompts, key, sampling, **sizes)
@@ -529,7 +529,7 @@ def test_the_text_of_reset_stands_behind_the_last_message_of_a_list() -> None:
     messages = [{"role": "system", "content": "Sing."}, {"role": "user", "content": "Guess."}]
     examples = [{"question": "Guess.", "answer": "5", "prompts": messages}]
     prompts = build_prompts(examples, run.rollout.chat_format)
-    [prompt] = run.rollout.environments.begin_episodes(run.rollout, prompts, 1, 1)
+    [prompt] = run.rollout.environments.begin_episodes(prompts, 1, 1, run.rollout.compute.model, 8)
     begins = "<|im_start|>system\nSing.<|im_end|>\n<|im_start|>user\nGuess. Think well. Think"
     assert text_of(prompt.ids).startswith(begins) and prompt.columns == examples[0]
 

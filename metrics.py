@@ -4,7 +4,7 @@ samples of completions."""
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,9 +19,6 @@ from model.placement import update_flops
 from rollout import RolloutConfig, completion_texts, have_equal_rewards
 from rows import Batch
 from run import Run
-
-if TYPE_CHECKING:
-    from config import Config
 
 # The largest mean difference, in nats, between the sampler's log-probabilities and the trainer's
 # that rounding explains. Usual means are 1e-6 with float32, and 0.01 to 0.03 with bfloat16, which
@@ -88,11 +85,11 @@ def log_step(run: Run, log: RunLog, step: Step) -> None:
 
 
 def drift_level(
-    cfg: "Config", train_compute: ComputeConfig, rollout_compute: ComputeConfig
+    filters_logps: bool, train_compute: ComputeConfig, rollout_compute: ComputeConfig
 ) -> float:
     """The level of DRIFT_LEVELS for the dtypes of a run. It is infinite if the sampler's
     log-probabilities are those of a filtered distribution, which the trainer does not replay."""
-    if cfg.filters_logps():
+    if filters_logps:
         return math.inf
     # The linear layers of Qwen3.5 amplify rounding: 0.06 where a Qwen3 of the same size has 0.026.
     scale = 2 if train_compute.model.qwen35 else 1

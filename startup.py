@@ -597,7 +597,7 @@ def resolved_choices(run: Run) -> dict[str, str]:
     """The choices for this machine that settings leave open, by their names in config.yaml."""
     names = ("attention_impl", "layer_loop", "dtype")
     compute = run.learner.compute
-    level = drift_level(run.cfg, compute, run.rollout.compute)
+    level = drift_level(run.cfg.filters_logps(), compute, run.rollout.compute)
     return ({"derived.drift_level": to_text(level)} if level < math.inf else {}) | {
         "derived.reward_weights": to_text(run.rollout.reward_weights),
         "derived.policy_loss_impl": run.cfg.policy_loss_impl,

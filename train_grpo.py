@@ -171,7 +171,7 @@ def main(cfg: Config) -> None:
             metrics["learning_rate"] = lr
             sampled_tokens = sum(int(sampled.sampled_mask.sum()) for sampled in rounds)
             log_step(run, log, Step(step, metrics, batch, sampled_tokens, clock))
-            level = drift_level(cfg, learner.compute, rollout.compute)
+            level = drift_level(cfg.filters_logps(), learner.compute, rollout.compute)
             if step == first_step and (drift := describe_drift(metrics, level)):
                 if step == 0:
                     raise RuntimeError(drift)

@@ -14,11 +14,11 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import jax
 from tokenizers import Tokenizer
 
+from config import Config
 from infra.chips import attribute_oom_to
 from infra.mistakes import UserMistake, reading
 from infra.sizes import Sizes
@@ -29,12 +29,9 @@ from model.params import ModelConfig
 from model.placement import num_params, plan_compute, raise_if_too_long
 from update import LearnerConfig
 
-if TYPE_CHECKING:
-    from config import Config
-
 
 def read_teacher(
-    cfg: "Config", student_folder: Path, vocab_size: int, sizes: Sizes, S: int, longest: int
+    cfg: Config, student_folder: Path, vocab_size: int, sizes: Sizes, S: int, longest: int
 ) -> tuple[Path, ComputeConfig]:
     """The folder of the teacher, and how it is computed. Prints its size; no weight is read.
 
@@ -54,7 +51,7 @@ def read_teacher(
 
 
 @contextlib.contextmanager
-def naming_teacher(cfg: "Config") -> Iterator[None]:
+def naming_teacher(cfg: Config) -> Iterator[None]:
     """Lets the mistakes in this context name TEACHER_PATH and not MODEL_PATH."""
     try:
         yield
@@ -80,7 +77,7 @@ def raise_if_tokens_differ(teacher: dict[int, str], student: dict[int, str]) -> 
 
 
 def plan_teacher(
-    cfg: "Config",
+    cfg: Config,
     model: ModelConfig,
     vocab_size: int,
     sizes: Sizes,

@@ -5,14 +5,11 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
-from infra.sizes import derive_sizes, suggest_smaller_size
-
-if TYPE_CHECKING:
-    from config import Config
+from infra.sizes import BatchSettings, derive_sizes, suggest_smaller_size
 
 OUT_OF_MEMORY_CODE = 3  # the exit code, which is also that of a --plan that does not fit
 
@@ -117,7 +114,7 @@ def attribute_oom_to(name: str, size_settings: tuple[str, ...] = ()) -> Iterator
 
 
 @contextlib.contextmanager
-def exit_on_oom(cfg: "Config") -> Iterator[None]:
+def exit_on_oom(cfg: BatchSettings) -> Iterator[None]:
     """Ends the program with a line if a device runs out of memory within this context: the program
     that has failed, if it is known, the memory that was requested, and what to try."""
     try:

@@ -13,12 +13,9 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from infra.mistakes import UserMistake
-
-if TYPE_CHECKING:
-    from config import Config
 
 # Prompts per pass and sequences per micro-step, per device, if no setting gives them.
 DEFAULT_PROMPTS_PER_DEVICE = 2
@@ -28,6 +25,22 @@ DEFAULT_MICRO_BATCH_PER_DEVICE = 4
 PASS_SIZES = ("batch_size", "rollout_per_device_batch_size")
 STEP_SIZES = ("rollout_batch_size", "rollout_global_batch_size")
 MICRO_SIZES = ("train_micro_batch_size", "train_per_device_micro_batch_size")
+
+
+@dataclasses.dataclass(frozen=True, match_args=False)  # Config is frozen, too
+class BatchSettings(Protocol):
+    """The settings that give the sizes of a step, as config.Config describes them; 0: not set."""
+
+    batch_size: int
+    rollout_per_device_batch_size: int
+    rollout_batch_size: int
+    rollout_global_batch_size: int
+    num_pre_q: int
+    num_mini_batches: int
+    ppo_epochs: int
+    train_micro_batch_size: int
+    train_per_device_micro_batch_size: int
+    grad_accum_steps: int
 
 
 class Sizes(NamedTuple):
@@ -54,7 +67,7 @@ class Sizes(NamedTuple):
         )
 
 
-def derive_sizes(cfg: "Config", processes: int, local_devices: int) -> Sizes:
+def derive_sizes(cfg: BatchSettings, processes: int, local_devices: int) -> Sizes:
     """The sizes of a step on `processes` with `local_devices` each.
 
     Raises UserMistake if the settings contradict each other or do not divide exactly.
@@ -87,7 +100,7 @@ def derive_sizes(cfg: "Config", processes: int, local_devices: int) -> Sizes:
     )
 
 
-def pass_sizes(cfg: "Config", processes: int, local_devices: int) -> tuple[int, int]:
+def pass_sizes(cfg: BatchSettings, processes: int, local_devices: int) -> tuple[int, int]:
     """Prompts per pass on each process, and passes per step. Raises UserMistake."""
     K, devices = cfg.num_pre_q, f"{local_devices} local devices"
     fewest = fewest_prompts(K, local_devices)
@@ -109,7 +122,9 @@ def pass_sizes(cfg: "Config", processes: int, local_devices: int) -> tuple[int, 
     return (prompts, multiple) if prompts else (multiple * fewest, 1)
 
 
-def micro_batch_size(cfg: "Config", update_batch: int, formula: str, local_devices: int) -> int:
+def micro_batch_size(
+    cfg: BatchSettings, update_batch: int, formula: str, local_devices: int
+) -> int:
     """Sequences per micro-step on each process. Raises UserMistake.
 
     update_batch: sequences of an update on each process. formula: the settings that give it.
@@ -138,7 +153,7 @@ def micro_batch_size(cfg: "Config", update_batch: int, formula: str, local_devic
 
 
 def suggest_smaller_size(
-    cfg: "Config", sizes: Sizes, processes: int, local_devices: int, names: tuple[str, ...]
+    cfg: BatchSettings, sizes: Sizes, processes: int, local_devices: int, names: tuple[str, ...]
 ) -> str:
     """Advice that makes a program smaller: the next smaller pass or micro-batch that leaves the
     step as it is, if there is one.
@@ -178,7 +193,7 @@ def eval_questions(sizes: Sizes, num_pre_q: int, eval_samples: int, local_device
 
 
 def size_setting(
-    cfg: "Config", large: str, small: str, factor: int, factor_text: str
+    cfg: BatchSettings, large: str, small: str, factor: int, factor_text: str
 ) -> tuple[str, int, int]:
     """The setting that gives a size: its name, its value, and the factor to the unit of `large`.
 

@@ -9,7 +9,7 @@ import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +32,6 @@ from model.params import (
     trainable_params,
 )
 
-if TYPE_CHECKING:
-    from config import Config
-
 CONFIG = "adapter_config.json"
 # Keys of adapter_config.json that ask for more than plain LoRA.
 BEYOND = """bias use_dora use_rslora lora_bias fan_in_fan_out rank_pattern alpha_pattern
@@ -46,6 +43,16 @@ NEEDED = dict(base_model_name_or_path=str, r=int, lora_alpha=int | float, target
 
 
 # ---- Which matrices get adapters -----------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, match_args=False)  # Config is frozen, too
+class LoraSettings(Protocol):
+    """The settings of the adapters and of their base, as config.Config describes them."""
+
+    lora_rank: int
+    lora_alpha: float
+    lora_targets: str
+    lora_base_dtype: str
 
 
 def fetch_base(path: str, revision: str) -> tuple[Path, Path | None]:
@@ -66,7 +73,7 @@ def read_base_name(adapters: Path) -> tuple[str, str]:
     return values["base_model_name_or_path"], values.get("revision") or ""
 
 
-def read_lora(cfg: "Config", model: ModelConfig, adapters: Path | None) -> Lora | None:
+def read_lora(cfg: LoraSettings, model: ModelConfig, adapters: Path | None) -> Lora | None:
     """The Lora of a PEFT folder, or of LORA_RANK, LORA_ALPHA and LORA_TARGETS; None if training
     changes all weights. Raises UserMistake before any weight is read."""
     leaves = jax.tree.leaves(param_table(model).layers)
@@ -92,7 +99,7 @@ def read_lora(cfg: "Config", model: ModelConfig, adapters: Path | None) -> Lora 
     return lora._replace(int8_base=cfg.lora_base_dtype == "int8")
 
 
-def _lora_of_folder(cfg: "Config", adapters: Path) -> Lora:
+def _lora_of_folder(cfg: LoraSettings, adapters: Path) -> Lora:
     """Raises UserMistake for settings that contradict the folder."""
     values = _read_config(adapters)
     targets = values["target_modules"]

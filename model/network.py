@@ -21,7 +21,7 @@ decode, V vocabulary, D model, F feed-forward, L layers, H query heads, N kv hea
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,10 +44,8 @@ from model.linear_attention import State, gated_norm, linear_attention, linear_a
 from model.params import Layers, Leaf, Lora, ModelConfig, Params, inverse_frequencies, param_table
 from model.splash import splash_attention
 
-if TYPE_CHECKING:
-    from loss_pallas import Kernel
-
 Rotary = tuple[jax.Array, jax.Array]  # cos and sin of the rotary angles
+LogpsKernel = Callable[..., tuple[jax.Array, jax.Array]]  # called like token_logps; hashable
 # The most tokens of a row whose attention is computed at once. On CPUs, where this was measured,
 # blocks take up to 3 times as long for rows of 128 tokens, and less time from 256 tokens on.
 SHORT_TOKENS = 224
@@ -63,7 +61,7 @@ class ComputeConfig(NamedTuple):
     dtype: np.dtype  # of matmuls and activations; softmax, norms and rotary angles are float32
     layout: Layout
     remat: str = "none"  # what backward recomputes; full: all; dots: all but matmuls
-    logps_kernel: "Kernel | None" = None  # in place of token_logps, without a support
+    logps_kernel: LogpsKernel | None = None  # in place of token_logps, without a support
     attention_impl: str = "xla"  # or splash, the TPU kernel of splash.py
     layer_loop: str = "scan"  # unroll: the program has code, arrays and caches for each layer
     shares_base: bool = False  # with LoRA, the rollout reads the base of training and has no copy

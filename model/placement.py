@@ -8,7 +8,7 @@ vocabulary, D model, L layers, H query heads, h head_dim.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +30,6 @@ from model.network import ComputeConfig
 from model.params import ModelConfig, param_table, raise_if_indivisible
 from model.splash import LANES, MAX_COMPLETION_TOKENS, MAX_ROW_TOKENS
 
-if TYPE_CHECKING:
-    from config import Config
-
 # The longest time that a chip may take to read its weights once, as every decoded token requires.
 # With more chips each one reads less, but communication increases.
 READ_SECONDS = 1.25e-3
@@ -40,8 +37,25 @@ READ_SECONDS = 1.25e-3
 MEMORY_SHARE = 0.4
 
 
+@dataclasses.dataclass(frozen=True, match_args=False)  # Config is frozen, too
+class ComputeSettings(Protocol):
+    """The settings that say how the model is computed, as config.Config describes them."""
+
+    dtype: str
+    remat: str
+    mesh_shape: str
+    rollout_mesh_shape: str
+    rollout_backend: str
+    sglang_jax_dtype: str
+    attention_impl: str
+    policy_loss_impl: str
+    lora_base_copy: str
+    num_pre_q: int
+    max_length_sample: int
+
+
 def plan_compute(
-    cfg: "Config", model: ModelConfig, sizes: Sizes, S: int, devices: Sequence[jax.Device]
+    cfg: ComputeSettings, model: ModelConfig, sizes: Sizes, S: int, devices: Sequence[jax.Device]
 ) -> tuple[ComputeConfig, ComputeConfig, str]:
     """The ComputeConfig of training, that of the rollout, and the reason for the mesh that
     ROLLOUT_MESH_SHAPE=auto has chosen.
@@ -115,7 +129,7 @@ def plan_compute(
 
 
 def copies_base(
-    cfg: "Config", training: ComputeConfig, devices: Sequence[jax.Device], tp: int
+    cfg: ComputeSettings, training: ComputeConfig, devices: Sequence[jax.Device], tp: int
 ) -> bool:
     """Whether the rollout has a copy of LoRA's base, which is split over `tp` devices.
 
@@ -142,7 +156,7 @@ def raise_if_too_long(max_length_sample: int, model: ModelConfig, longest: int) 
         )
 
 
-def rollout_mesh_text(cfg: "Config", rollout: ComputeConfig) -> str:
+def rollout_mesh_text(cfg: ComputeSettings, rollout: ComputeConfig) -> str:
     """The mesh of the rollout, as ROLLOUT_MESH_SHAPE writes it; an engine has all devices on tp."""
     mesh = rollout.layout.mesh
     return mesh_text(mesh) if cfg.rollout_backend == "naive" else f"1,1,{mesh.size}"

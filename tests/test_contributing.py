@@ -6,6 +6,7 @@ A fork may add modules of its own: no test counts files, or asks who imports the
 import ast
 import dataclasses
 import graphlib
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -14,8 +15,12 @@ import pytest
 import yaml
 
 import config
+import contracts
+from extras import sglang, turns
 from infra import sizes
 from loss import Objective
+from model import lora, placement
+from sampling import NaiveBackend
 
 REPO = Path(__file__).resolve().parent.parent
 PAGE = (REPO / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -84,15 +89,11 @@ def code() -> dict[str, Path]:
 
 
 def imported(file: Path) -> set[str]:
-    """The modules of this project that a file imports, also by import_side_file, but not those
-    that only annotations need."""
-    nodes = [*ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
-    ifs = [node for node in nodes if isinstance(node, ast.If)]
-    for_types = [node for node in ifs if ast.unparse(node.test) == "TYPE_CHECKING"]
-    left_out = {id(each) for node in for_types for each in ast.walk(node)}
+    """The modules of this project that a file imports, for annotations and by import_side_file,
+    too."""
     names = set()
-    for node in nodes:
-        if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in left_out:
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import | ast.ImportFrom):
             from_module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             names |= {from_module + alias.name for alias in node.names} | {from_module[:-1]}
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "import_side_file":
@@ -125,6 +126,27 @@ def test_files_that_people_copy_alone_import_nothing_of_ours() -> None:
 def test_what_computes_takes_values_and_not_the_settings() -> None:
     for name in "data loss loss_pallas metrics rewards sampling update".split():
         assert "config" not in imported(code()[name]), name
+
+
+@pytest.mark.parametrize(
+    "contract, kind",
+    [
+        (contracts.Backend, NaiveBackend),
+        (contracts.Backend, sglang.SglangBackend),
+        (contracts.Environments, turns.Environments),
+    ],
+)
+def test_backends_and_environments_have_the_methods_of_their_contract(contract, kind) -> None:
+    methods = {name for name in vars(contract) if not name.startswith("_")}
+    assert methods >= {"generate", "close"} or methods >= {"begin_episodes", "take_turns"}
+    for name in methods:
+        theirs, ours = (inspect.signature(getattr(x, name)) for x in (contract, kind))
+        assert theirs == ours, name
+
+
+def test_the_settings_that_lower_rooms_read_are_those_of_config() -> None:
+    for part in (sizes.BatchSettings, placement.ComputeSettings, lora.LoraSettings):
+        assert part.__annotations__.items() <= config.Config.__annotations__.items()
 
 
 def test_no_function_is_longer_than_the_rule_says() -> None:

@@ -226,14 +226,14 @@ def test_the_drift_that_rounding_explains_depends_on_the_dtypes() -> None:
         return describe_drift({"sampling_logp_difference/mean": nats}, level)
 
     training = ComputeConfig(MODEL, FLOAT32, None)
-    level = drift_level(Config(), training, training)
+    level = drift_level(False, training, training)
     assert drift(0.0009, level) == describe_drift({"loss": 0.0}, level) == ""
     words = "differ by 0.0011 nats on average; rounding explains at most 0.001"
     assert words in drift(0.0011, level)
     rollout = training._replace(dtype=jnp.dtype("bfloat16"))
-    assert drift(0.049, drift_level(Config(), training, rollout)) == ""
+    assert drift(0.049, drift_level(False, training, rollout)) == ""
     linear = dataclasses.replace(MODEL, qwen35=Qwen35(1, 2, 4, 6, 10, 4, 4))
-    level = drift_level(Config(), training._replace(model=linear), rollout)
+    level = drift_level(False, training._replace(model=linear), rollout)
     assert drift(0.06, level) == ""  # measured
 
 

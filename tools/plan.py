@@ -33,7 +33,6 @@ from infra.mistakes import UserMistake, exit_with_mistakes, in_one_line
 from infra.sizes import (
     MICRO_SIZES,
     PASS_SIZES,
-    Sizes,
     derive_sizes,
     eval_questions,
     prompt_share,
@@ -77,29 +76,12 @@ from startup import (
     with_kernel,
 )
 from tools.launches import count_launches
-from tools.plan_time import describe_time, suggest_larger_micro_batch
+from tools.plan_time import Memory, Plan, describe_time, suggest_larger_micro_batch
 from update import compute_logps_and_entropies, micro_step
 
 # ---- The plan ------------------------------------------------------------------------------------
 
 ASSUMED_PROMPT = 512  # tokens, if neither MAX_PROMPT_LENGTH nor GLOBAL_LENGTH is set
-
-
-class Plan(NamedTuple):
-    """The settings, sizes and layouts that determine the shapes of a run's programs."""
-
-    cfg: Config
-    sizes: Sizes
-    training: ComputeConfig
-    rollout: ComputeConfig
-    processes: int
-    S: int  # prompt tokens without the last
-    mesh_reason: str  # why ROLLOUT_MESH_SHAPE=auto is what it is
-    engine_tokens: int  # tokens whose keys and values a serving engine holds; 0 without an engine
-    teacher: ComputeConfig | None  # None: no teacher
-
-    def local_devices(self) -> int:
-        return self.rollout.layout.mesh.size // self.processes
 
 
 class Program(NamedTuple):
@@ -110,19 +92,6 @@ class Program(NamedTuple):
     rest: int  # bytes per device of the run's other arrays
     sizes: tuple[str, ...] = ()  # the settings that make it smaller, for suggest_smaller_size
     static: dict[str, Any] = {}  # keyword arguments
-
-
-class Memory(NamedTuple):
-    """The memory of a program, in bytes per device."""
-
-    arguments: float
-    temporaries: float  # with the outputs that do not reuse the memory of arguments
-    rest: float  # the run's other arrays
-    launches: tuple[int, int] = (0, 0)  # of its kernels on a GPU, and the waits for the host
-
-    @property
-    def total(self) -> float:
-        return sum(self[:3])
 
 
 def plan_and_exit(cfg: Config, flags: argparse.Namespace) -> NoReturn:

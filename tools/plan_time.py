@@ -11,22 +11,20 @@ completions [P, K] of a step in tokens. Dimensions: D model, F feed-forward, L l
 import argparse
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
+from config import Config
 from infra.chips import CHIPS, Chip, chip_of
-from infra.sizes import MICRO_SIZES, divisors, prompt_share, size_setting
+from infra.sizes import MICRO_SIZES, Sizes, divisors, prompt_share, size_setting
 from model.layout import ROLLOUT_BATCH_AXES, Layout, make_mesh
 from model.linear_attention import CHUNK
 from model.network import ComputeConfig
 from model.params import ModelConfig, abstract_params, lm_head
 from model.placement import attention_flops, linear_attention_flops, update_flops
 from sampling import stage_ends
-
-if TYPE_CHECKING:
-    from tools.plan import Memory, Plan
 
 Lengths = tuple[np.ndarray, np.ndarray]
 # The shares that programs reach of a chip's FLOPs, memory and links, and seconds of a small kernel.
@@ -43,6 +41,36 @@ KERNELS = 50  # of a layer in a decoding step; compiled programs have 37 to 60
 # size of its values, and has 38 kernels for each chunk.
 RULE_PRODUCTS, RULE_ARRAYS, RULE_KERNELS = 12, 12, 38
 STATE_PASSES = 3  # over a state in a decoding step: it is read twice, and written
+
+
+class Plan(NamedTuple):
+    """The settings, sizes and layouts that determine the shapes of a run's programs."""
+
+    cfg: Config
+    sizes: Sizes
+    training: ComputeConfig
+    rollout: ComputeConfig
+    processes: int
+    S: int  # prompt tokens without the last
+    mesh_reason: str  # why ROLLOUT_MESH_SHAPE=auto is what it is
+    engine_tokens: int  # tokens whose keys and values a serving engine holds; 0 without an engine
+    teacher: ComputeConfig | None  # None: no teacher
+
+    def local_devices(self) -> int:
+        return self.rollout.layout.mesh.size // self.processes
+
+
+class Memory(NamedTuple):
+    """The memory of a program, in bytes per device."""
+
+    arguments: float
+    temporaries: float  # with the outputs that do not reuse the memory of arguments
+    rest: float  # the run's other arrays
+    launches: tuple[int, int] = (0, 0)  # of its kernels on a GPU, and the waits for the host
+
+    @property
+    def total(self) -> float:
+        return sum(self[:3])
 
 
 def estimate_seconds(work: np.ndarray, chip: Chip, waits: float = 0) -> np.ndarray:
@@ -123,7 +151,7 @@ def weight_bytes(compute: ComputeConfig) -> tuple[float, float]:
     return read, read * (1 - 1 / mesh.shape["fsdp"])
 
 
-def work_of_phases(plan: "Plan", mean: float, kernels: int = 0) -> dict[str, np.ndarray]:
+def work_of_phases(plan: Plan, mean: float, kernels: int = 0) -> dict[str, np.ndarray]:
     """The work of each phase of a step. mean: the tokens of a completion on average. kernels: of a
     micro-step on a GPU."""
     cfg, sizes, training, rollout = plan.cfg, plan.sizes, plan.training, plan.rollout
@@ -164,7 +192,7 @@ def work_of_phases(plan: "Plan", mean: float, kernels: int = 0) -> dict[str, np.
 
 
 def describe_time(
-    plan: "Plan", flags: argparse.Namespace, launches: tuple[int, int] = (0, 0)
+    plan: Plan, flags: argparse.Namespace, launches: tuple[int, int] = (0, 0)
 ) -> list[str]:
     """The table of estimated seconds, and a line about 100 steps. launches: from count_launches, of
     a micro-step."""
@@ -187,7 +215,7 @@ def describe_time(
 
 
 def suggest_larger_micro_batch(
-    plan: "Plan", flags: argparse.Namespace, memory: "Memory", limit: float
+    plan: Plan, flags: argparse.Namespace, memory: Memory, limit: float
 ) -> list[str]:
     """A line about the micro-batch with the shortest update that fits, if it saves more than 10 %
     of the geometric mean of the estimate. memory: of micro_step, whose temporaries grow no faster

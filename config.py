@@ -40,16 +40,10 @@ from infra.settings import (
     yaml_name,
 )
 from infra.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES
+from objectives import OBJECTIVES
 
 DTYPES = "auto|bfloat16|float32"
-LOSS_TYPES = "dapo|grpo|dr_grpo|cispo|gspo|sapo|luspo|gmpo|vespo|dppo_tv|dppo_kl|sft"
-PUBLISHED_EPS = {  # EPS_LOW and EPS_HIGH in the papers of these LOSS_TYPEs
-    "gspo": (3e-4, 4e-4),
-    "luspo": (2e-3, 2.5e-3),
-    "gmpo": (0.4, 0.4),
-    "dppo_tv": (0.15, 0.15),
-    "dppo_kl": (0.05, 0.05),
-}
+LOSS_TYPES = "|".join(OBJECTIVES)
 IS_MODES = "none|token_truncate|token_mask|sequence_truncate|sequence_mask"
 TINY_LAYER = "recipes/tiny.yaml"
 TINY = REPO / TINY_LAYER
@@ -388,6 +382,7 @@ def read_layers(
 
 def contradictions(cfg: Config) -> Iterator[str]:
     """A line for each combination of settings that contradict each other."""
+    facts, loss_type = OBJECTIVES[cfg.loss_type], f"LOSS_TYPE={cfg.loss_type}"
     compares = cfg.adv_estimator != "reinforce" and cfg.loss_type != "sft"
     if cfg.num_pre_q == 1 and cfg.steps and compares and not cfg.ignores_rewards():
         reason = f"NUM_PRE_Q=1 makes every advantage of ADV_ESTIMATOR={cfg.adv_estimator} 0"
@@ -401,9 +396,9 @@ def contradictions(cfg: Config) -> Iterator[str]:
     if cfg.teacher_path and cfg.off_policy_mask_threshold:
         reason = "needs one advantage for a completion, and TEACHER_PATH gives one to each token"
         yield f"OFF_POLICY_MASK_THRESHOLD={cfg.off_policy_mask_threshold} {reason}; leave one out"
-    if cfg.loss_type == "cispo" and cfg.eps_high < 1:
-        yield f"EPS_HIGH={cfg.eps_high} caps every ratio of LOSS_TYPE=cispo below 1; set EPS_HIGH=5"
-    clips_ratios = cfg.loss_type in ("dapo", "grpo", "dr_grpo", "gspo", "luspo")
+    if facts.limits == "cap" and cfg.eps_high < 1:
+        yield f"EPS_HIGH={cfg.eps_high} caps every ratio of {loss_type} below 1; set EPS_HIGH=5"
+    clips_ratios = facts.limits == "ratio" and "delta" in facts.reads
     if clips_ratios and cfg.delta and cfg.delta <= (limit := 1 + cfg.eps_high):
         yield f"DELTA={cfg.delta} must be above 1 + EPS_HIGH = {limit}, where clipping begins"
     if cfg.beta and cfg.kl_estimator == "k1" and not cfg.kl_bias_correction:
@@ -411,14 +406,13 @@ def contradictions(cfg: Config) -> Iterator[str]:
     if cfg.is_mode.startswith("sequence") and cfg.filters_logps():
         reason = "with SAMPLING_SUPPORT=full shrinks a sequence's weight with every token"
         yield f"IS_MODE={cfg.is_mode} {reason}; leave SAMPLING_SUPPORT out, or set token_truncate"
-    is_dppo = cfg.loss_type.startswith("dppo")
-    if cfg.is_mode != "none" and is_dppo:
-        reason = f"corrects for the sampler, as LOSS_TYPE={cfg.loss_type} already does"
+    if cfg.is_mode != "none" and facts.anchor == "sampler":
+        reason = f"corrects for the sampler, as {loss_type} already does"
         yield f"IS_MODE={cfg.is_mode} {reason}; leave IS_MODE out"
-    if cfg.is_mode.startswith("sequence") and cfg.loss_type == "vespo":
-        reason = "weights sequences, and LOSS_TYPE=vespo multiplies the weights of tokens"
+    if cfg.is_mode.startswith("sequence") and facts.weights_ratios:
+        reason = f"weights sequences, and {loss_type} multiplies the weights of tokens"
         yield f"IS_MODE={cfg.is_mode} {reason}; set token_truncate or token_mask"
-    anchors = [f"LOSS_TYPE={cfg.loss_type}"] if is_dppo else []
+    anchors = [loss_type] if facts.anchor == "sampler" else []
     if cfg.off_policy_mask_threshold:
         anchors.append(f"OFF_POLICY_MASK_THRESHOLD={cfg.off_policy_mask_threshold}")
     for text in anchors if cfg.filters_logps() else ():
@@ -481,13 +475,12 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
     no_adapters = "LORA_RANK=0, unless MODEL_PATH is a repository of adapters"
     has_moved = cfg.ppo_epochs * cfg.num_mini_batches > 1
     differs = has_moved or cfg.rollout_backend != "naive"  # the policy from the sampler
-    is_dppo = cfg.loss_type.startswith("dppo")
-    clips = differs if is_dppo else has_moved or cfg.loss_type == "cispo"
-    loss_type = f"LOSS_TYPE={cfg.loss_type}"
-    if clips and cfg.loss_type in PUBLISHED_EPS and not {"eps_low", "eps_high"} <= layers.keys():
-        published = "EPS_LOW={} EPS_HIGH={}".format(*PUBLISHED_EPS[cfg.loss_type])
+    facts, loss_type = OBJECTIVES[cfg.loss_type], f"LOSS_TYPE={cfg.loss_type}"
+    clips = differs if facts.anchor == "sampler" else has_moved or facts.limits == "cap"
+    if clips and facts.published and not {"eps_low", "eps_high"} <= layers.keys():
+        published = "EPS_LOW={} EPS_HIGH={}".format(*facts.published)
         yield f"{loss_type} was published with {published}; the defaults are 0.2"
-    if is_dppo and not clips:
+    if facts.limits == "distance" and not clips:
         yield f"{loss_type} drops no token with one update per step, and is then dapo"
     engine_settings = " ".join(name for name in vars(cfg) if name.startswith("sglang_jax_"))
     for names, has_effect, reason in (
@@ -495,9 +488,7 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
         ("sampling_support", cfg.filters(), "TOP_K=0, TOP_P=1.0 and MIN_P=0.0"),
         ("scale_rewards", cfg.adv_estimator == "grpo", f"ADV_ESTIMATOR={cfg.adv_estimator}"),
         ("adv_estimator scale_rewards", not cfg.ignores_rewards(), "REWARD_COEF=0"),
-        ("eps_low", cfg.loss_type not in ("cispo", "sapo", "vespo"), loss_type),
-        ("eps_high", cfg.loss_type not in ("sapo", "vespo"), loss_type),
-        ("delta", cfg.loss_type not in ("cispo", "sapo", "vespo", "gmpo"), loss_type),
+        *((name, name in facts.reads, loss_type) for name in ("eps_low", "eps_high", "delta")),
         ("delta eps_low eps_high", clips, "one update per step"),
         ("off_policy_mask_threshold", differs, "one update per step"),
         ("kl_estimator kl_bias_correction", cfg.beta, "BETA=0"),

@@ -1,4 +1,4 @@
-"""Group advantages, and the policy objective in the variants that Objective lists.
+"""Group advantages, and the policy objective in the variants that objectives.py lists.
 
 Tests compare both with TRL's numbers, and DPPO with verl's.
 
@@ -16,11 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from objectives import OBJECTIVES
+
 STD_EPS = 1e-4  # as in TRL
 MEAN_EPS = 1e-6  # of maxrl
 EQUAL_REWARDS = 1e-6  # differences, relative to the largest |reward|, that are rounding
 SAPO_TAU_POSITIVE, SAPO_TAU_NEGATIVE = 1.0, 1.05  # as in the paper
-VESPO_FLOOR, VESPO_MAX_NATS = 1e-8, 20.0  # limits of w and of its logarithm, as in TRL
+VESPO_MIN, VESPO_MAX = 1e-8, 20.0  # lower limit of w, upper one of its logarithm, as in TRL
 DPPO_FLOOR = 1e-8  # added to 1 - p, whose logarithm is then finite, as in verl
 
 # MERGE.get(name, sum) reduces a metric of the micro-batches to that of their update. The metrics
@@ -130,31 +132,9 @@ def _std(values: np.ndarray, axis: int | None = None) -> np.ndarray:
 
 
 class Objective(NamedTuple):
-    """The settings of policy_loss and of a teacher; hashable. A = advantage, ratio = exp(logps -
-    old_logps).
+    """The settings of policy_loss and of a teacher; hashable."""
 
-    loss_type: the loss of a token, and the average over tokens:
-      dapo     -min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A); mean over all tokens of the
-               update
-      grpo     the loss of dapo; mean over each sequence's tokens, then over the update's sequences
-      dr_grpo  the loss of dapo; sum over tokens / (sequences * max_length_sample)
-      gspo     as grpo, with one ratio for each sequence: exp of its mean log ratio
-      cispo    -min(ratio, eps_high) A logps, without gradient through the ratio; averaged as
-               dapo. Here eps_high is the limit itself, such as 5.
-      sapo     -(4 / tau) sigmoid(tau (ratio - 1)) A; averaged as grpo
-      luspo    the loss of gspo; sum over each sequence's tokens, then mean over the sequences
-      gmpo     -A times the geometric mean of a sequence's ratios, whose logarithms are clipped at
-               eps_high where A > 0, and at -eps_low where A < 0; averaged as grpo
-      vespo    -phi A logps, without gradient through phi = w^k exp(lambda (1 - w)), where w is the
-               product of a sequence's ratios; averaged as dapo
-      dppo_tv  -min(ratio, delta) A logps, without gradient through the ratio, here of the policy to
-               the sampler; averaged as dapo. A token is dropped if its probability has moved from
-               the sampler's in the direction of A by more than eps_high (A > 0), eps_low (A < 0).
-      dppo_kl  as dppo_tv, with the KL divergence of drawing the token or not as the distance
-      sft      -logps, the cross-entropy of supervised training; averaged as dapo
-    """
-
-    loss_type: str = "dapo"
+    loss_type: str = "dapo"  # a name of OBJECTIVES and of TOKEN_LOSSES
     eps_low: float = 0.2
     eps_high: float = 0.2
     delta: float = 0.0  # upper limit of the ratio in clipped losses and dppo; 0: no limit
@@ -169,6 +149,27 @@ class Objective(NamedTuple):
     max_length_sample: int = 0  # tokens; dr_grpo needs it
     distill_coef: float = 1.0  # with a teacher, of teacher_logps - old_logps in advantages
     reward_coef: float = 1.0  # with a teacher, of the advantage of the sequence
+
+
+class Tokens(NamedTuple):
+    """What the loss of a token is computed from. Ratios are 1 where the mask is 0, and logps 0."""
+
+    ratio: jax.Array  # [B, T], or [B, 1] of sequences: exp(logps - old_logps or sampling_logps)
+    log_ratio: jax.Array  # of the same shape
+    A: jax.Array  # advantages, [B, 1] or [B, T]
+    logps: jax.Array  # [B, T]
+    sequence_tokens: jax.Array  # [B, 1]
+    weight: jax.Array | float  # of IS_MODE, [B, T] or [B, 1]; for weights_ratios
+
+
+def _ppo_loss(objective: Objective, x: Tokens) -> tuple[jax.Array, dict]:
+    """-min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A): PPO, 1707.06347 eq. 7."""
+    lowest, highest = 1 - objective.eps_low, 1 + objective.eps_high
+    capped = jnp.minimum(x.ratio, objective.delta) if objective.delta else x.ratio
+    clipped = jnp.clip(x.ratio, lowest, highest)
+    low, high = (capped < lowest) & (x.A < 0), (capped > highest) & (x.A > 0)
+    loss = -jnp.minimum(capped * x.A, clipped * x.A)
+    return loss, {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high}
 
 
 def policy_loss(
@@ -186,9 +187,8 @@ def policy_loss(
     entropy: jax.Array | None = None,
     top_mask: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The objective of a micro-batch, a scalar, and its metrics.
+    """The objective of a micro-batch, a scalar, and its metrics, which MERGE reduces.
 
-    The objectives of an update's micro-batches are summed, and MERGE reduces their metrics.
     logps, old_logps, ref_logps, sampling_logps: [B, T] float32 nats of the sampled tokens, by the
     policy now, by the policy before the first update, by the reference (if beta > 0) and by the
     sampler (if is_mode is not "none", with off_policy_mask_threshold, and for dppo).
@@ -200,12 +200,11 @@ def policy_loss(
     be None if this micro-batch is the entire update. num_top_tokens divides only the entropy bonus;
     the other sums are divided by the counts of all tokens, also with a top_mask.
     Raises ValueError for an unknown name, other shapes, and dr_grpo without max_length_sample.
-    Source: PPO, arXiv 1707.06347 eq. 7; DAPO, 2503.14476 eq. 8; Dr. GRPO, 2503.20783; GSPO,
-    2507.18071; CISPO, 2506.13585; SAPO, 2511.20347; LUSPO, 2602.05261; GMPO, 2507.20673; VESPO,
-    2602.10693; DPPO, 2602.04879; the off-policy mask, 2512.02556 eq. 9; TRL; verl for DPPO.
+    Source: objectives.py; the off-policy mask, arXiv 2512.02556 eq. 9; TRL; verl for DPPO.
     """
     arrays = logps, old_logps, mask, ref_logps, sampling_logps, entropy, top_mask
-    _raise_if_shapes_differ(advantages, [x for x in arrays if x is not None])
+    _raise_if_invalid(objective, advantages, [x for x in arrays if x is not None])
+    facts = OBJECTIVES[objective.loss_type]
     mask = mask.astype(bool)  # [B, T]
     # Masked advantages may be NaN, and the clip metrics test their sign.
     A = advantages[:, None] if advantages.ndim == 1 else jnp.where(mask, advantages, 0.0)
@@ -217,9 +216,9 @@ def policy_loss(
     def token_mean(x: jax.Array) -> jax.Array:
         return jnp.where(mask, x, 0.0).sum() / num_tokens
 
-    is_dppo = objective.loss_type.startswith("dppo")
-    log_ratio = jnp.where(mask, logps - (sampling_logps if is_dppo else old_logps), 0.0)  # [B, T]
-    has_sequence_ratio = objective.loss_type in ("gspo", "luspo")
+    anchor_logps = sampling_logps if facts.anchor == "sampler" else old_logps
+    log_ratio = jnp.where(mask, logps - anchor_logps, 0.0)  # [B, T]
+    has_sequence_ratio = facts.ratio == "sequence"
     log_ratio = _sequence_mean(log_ratio, sequence_tokens) if has_sequence_ratio else log_ratio
     ratio = jnp.exp(log_ratio)  # [B, T] or [B, 1]
     weight, metrics = 1.0, {}
@@ -227,11 +226,8 @@ def policy_loss(
         limits = objective.is_mode, objective.is_floor, objective.is_cap
         weight, parts = sampler_weights(old_logps, sampling_logps, mask, *limits)
         metrics = {f"is_weight/{name}": token_mean(x) for name, x in parts.items()}
-    if objective.loss_type == "vespo":  # It multiplies the weights into w.
-        log_ratio = jnp.clip(log_ratio, -VESPO_MAX_NATS, VESPO_MAX_NATS)
-        log_ratio, weight = log_ratio + jnp.log(jnp.maximum(weight, VESPO_FLOOR)), 1.0
-    masked_logps = jnp.where(mask, logps, 0.0)  # [B, T]
-    loss, is_clipped = _token_loss(objective, ratio, log_ratio, A, masked_logps, sequence_tokens)
+    tokens = Tokens(ratio, log_ratio, A, jnp.where(mask, logps, 0.0), sequence_tokens, weight)
+    loss, is_clipped = TOKEN_LOSSES[objective.loss_type](objective, tokens)
     count = num_sequences if has_sequence_ratio and advantages.ndim == 1 else num_tokens
     metrics |= _clip_metrics(is_clipped, mask, count)
     if (threshold := objective.off_policy_mask_threshold) > 0:
@@ -239,12 +235,17 @@ def policy_loss(
         is_dropped = (A < 0) & (_sequence_mean(gap, sequence_tokens) > threshold)  # [B, 1]
         loss = jnp.where(is_dropped, 0.0, loss)
         metrics["off_policy_dropped"] = token_mean(is_dropped)
-    loss = jnp.where(top_mask, loss, 0.0) * weight  # [B, T]
+    loss = jnp.where(top_mask, loss, 0.0) * (1.0 if facts.weights_ratios else weight)  # [B, T]
     if objective.beta > 0:
         kl = _kl(objective, jnp.where(mask, ref_logps - logps, 0.0), ratio)  # [B, T]
         metrics["kl"] = token_mean(kl)
         loss = loss + objective.beta * kl
-    divisor = _divisor(objective, num_tokens, num_sequences, sequence_tokens)
+    divisor = {
+        "token-mean": num_tokens,
+        "seq-mean-token-mean": sequence_tokens * num_sequences,
+        "seq-mean-token-sum": num_sequences,
+        "seq-mean-token-sum-norm": num_sequences * objective.max_length_sample,
+    }[facts.mean]
     loss = jnp.where(mask, loss / divisor, 0.0).sum()
     if objective.entropy_coef > 0:
         metrics["policy_loss"] = loss
@@ -253,109 +254,36 @@ def policy_loss(
     return loss, {"loss": loss, **metrics}
 
 
-def _raise_if_shapes_differ(advantages: jax.Array, arrays: Sequence[jax.Array]) -> None:
-    """Raises ValueError unless the arrays are [B, T], and the advantages [B] or [B, T]."""
+def _raise_if_invalid(objective: Objective, advantages: jax.Array, arrays: list[jax.Array]) -> None:
+    """Raises ValueError as policy_loss says; arrays should be [B, T], advantages [B] or [B, T]."""
+    if objective.loss_type not in TOKEN_LOSSES:
+        raise ValueError(f"LOSS_TYPE={objective.loss_type} is not known")
+    has_length = OBJECTIVES[objective.loss_type].mean == "seq-mean-token-sum-norm"
+    if has_length and (length := objective.max_length_sample) < 1:
+        raise ValueError(f"LOSS_TYPE={objective.loss_type} divides by max_length_sample={length}")
     B, T = len(advantages), arrays[0].shape[-1]
     if advantages.shape not in ((B,), (B, T)) or {x.shape for x in arrays} != {(B, T)}:
         shapes = ", ".join(sorted({str(x.shape) for x in arrays}))  # they would be broadcast
-        raise ValueError(
-            f"policy_loss needs advantages [B] or [B, T] and other arrays [B, T], not "
-            f"{advantages.shape} and {shapes}"
-        )
+        needed = "advantages [B] or [B, T] and other arrays [B, T]"
+        raise ValueError(f"policy_loss needs {needed}, not {advantages.shape} and {shapes}")
 
 
 def _sequence_mean(x: jax.Array, sequence_tokens: jax.Array) -> jax.Array:
     return x.sum(axis=1, keepdims=True) / sequence_tokens  # [B, 1]
 
 
-def _token_loss(
-    objective: Objective,
-    ratio: jax.Array,
-    log_ratio: jax.Array,
-    A: jax.Array,
-    logps: jax.Array,
-    sequence_tokens: jax.Array,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The loss of each token, and where it is clipped; in dppo, where it is dropped.
-
-    ratio, log_ratio: [B, T], or [B, 1] of sequences; 1 and 0 where the mask is 0. A: [B, 1]
-    advantages, or [B, T]. logps: [B, T], 0 where the mask is 0. sequence_tokens: [B, 1]. Both
-    results can be broadcast to [B, T].
-    """
-    eps_low, eps_high = objective.eps_low, objective.eps_high
-    capped = jnp.minimum(ratio, objective.delta) if objective.delta else ratio
-    if objective.loss_type in ("dapo", "grpo", "dr_grpo", "gspo", "luspo"):
-        clipped = jnp.clip(ratio, 1 - eps_low, 1 + eps_high)
-        low, high = (capped < 1 - eps_low) & (A < 0), (capped > 1 + eps_high) & (A > 0)
-        loss = -jnp.minimum(capped * A, clipped * A)
-    elif objective.loss_type == "gmpo":
-        low, high = (log_ratio < -eps_low) & (A < 0), (log_ratio > eps_high) & (A > 0)
-        log_ratio = jnp.where(low, -eps_low, jnp.where(high, eps_high, log_ratio))
-        loss = -jnp.exp(_sequence_mean(log_ratio, sequence_tokens)) * A
-    elif objective.loss_type in ("dppo_tv", "dppo_kl"):
-        anchor = logps - log_ratio
-        p, mu = jnp.exp(logps), jnp.exp(anchor)  # the policy's probability, the sampler's
-        distance = jnp.abs(p - mu)
-        if objective.loss_type == "dppo_kl":
-            # -expm1(logps) is 1 - p, which would round to 0 if p is nearly 1.
-            rest_p, rest_mu = (DPPO_FLOOR - jnp.expm1(jnp.minimum(x, 0)) for x in (logps, anchor))
-            distance = rest_mu * jnp.log(rest_mu / rest_p) - mu * log_ratio
-        low = (distance > eps_low) & (log_ratio < 0) & (A < 0)
-        high = (distance > eps_high) & (log_ratio > 0) & (A > 0)
-        loss = -jax.lax.stop_gradient(jnp.where(low | high, 0.0, capped)) * A * logps
-    elif objective.loss_type == "cispo":
-        loss = -jax.lax.stop_gradient(jnp.minimum(ratio, eps_high)) * A * logps
-        return loss, {"cispo_clip_ratio": (ratio > eps_high) & (A > 0)}
-    elif objective.loss_type == "sapo":
-        tau = jnp.where(A > 0, SAPO_TAU_POSITIVE, SAPO_TAU_NEGATIVE)
-        return -4 / tau * jax.nn.sigmoid(tau * (ratio - 1)) * A, {}
-    elif objective.loss_type == "vespo":
-        log_w = log_ratio.sum(axis=1, keepdims=True)  # [B, 1]
-        log_w = jnp.clip(log_w, jnp.log(VESPO_FLOOR), VESPO_MAX_NATS)
-        k, lambda_ = jnp.where(A < 0, 3, 2), jnp.where(A < 0, 2, 3)  # as in the paper
-        phi = jnp.exp(k * log_w + lambda_ * (1 - jnp.exp(log_w)))
-        return -jax.lax.stop_gradient(phi) * A * logps, {}
-    elif objective.loss_type == "sft":
-        return -logps, {}
-    else:
-        raise ValueError(f"LOSS_TYPE={objective.loss_type} is not known")
-    is_clipped = {"low": low, "high": high, "region": low | high}
-    return loss, {f"clip_ratio/{side}_mean": x for side, x in is_clipped.items()}
-
-
-def _divisor(
-    objective: Objective,
-    num_tokens: jax.Array | float,
-    num_sequences: jax.Array | float,
-    sequence_tokens: jax.Array,
-) -> jax.Array | float:
-    """The divisor of the loss of a token: a number, or [B, 1] of the sequences."""
-    if objective.loss_type in ("grpo", "gspo", "sapo", "gmpo"):
-        return sequence_tokens * num_sequences
-    if objective.loss_type in ("dapo", "cispo", "vespo", "dppo_tv", "dppo_kl", "sft"):
-        return num_tokens
-    if objective.loss_type == "luspo":
-        return num_sequences
-    assert objective.loss_type == "dr_grpo", f"no divisor for {objective.loss_type}"
-    if objective.max_length_sample < 1:
-        text = f"max_length_sample={objective.max_length_sample}"
-        raise ValueError(f"LOSS_TYPE=dr_grpo divides by {text}")
-    return num_sequences * objective.max_length_sample
-
-
-def _clip_metrics(
-    is_clipped: dict[str, jax.Array], mask: jax.Array, count: jax.Array | float
-) -> dict[str, jax.Array]:
+def _clip_metrics(is_clipped: dict, mask: jax.Array, count: jax.Array | float) -> dict:
     """This micro-batch's contributions to the clip fractions of the update, the lowest `low` and
     the highest `high` fraction of its sequences that have at least one token.
 
-    is_clipped: from _token_loss, [B, T] or [B, 1] bool; False where the mask is 0: the ratio is
+    is_clipped: of TOKEN_LOSSES, [B, T] or [B, 1] bool; False where the mask is 0: the ratio is
     1 there, and never clipped. mask: [B, T]. count: of the ratios of the update.
     """
     metrics = {name: x.sum() / count for name, x in is_clipped.items()}
     if "clip_ratio/low_mean" in is_clipped:
-        tokens = mask.sum(axis=1)  # [B]
         low, high = (is_clipped[f"clip_ratio/{side}_mean"] for side in ("low", "high"))
+        metrics["clip_ratio/region_mean"] = (low | high).sum() / count
+        tokens = mask.sum(axis=1)  # [B]
         ratios = jnp.maximum(tokens, 1) if low.shape == mask.shape else 1
         low, high = low.sum(axis=1) / ratios, high.sum(axis=1) / ratios  # [B]
         metrics["clip_ratio/low_min"] = jnp.where(tokens > 0, low, 1.0).min()
@@ -423,3 +351,75 @@ def top_entropy_mask(entropy: np.ndarray, mask: np.ndarray, quantile: float) -> 
     if not mask.any():
         return mask
     return mask & (entropy >= np.quantile(entropy[mask], 1 - quantile))
+
+
+# ---- The other losses of a token, and {metric: where they are clipped} -------------------------
+
+
+def _gmpo_loss(objective: Objective, x: Tokens) -> tuple[jax.Array, dict]:
+    """-A times the geometric mean of a sequence's ratios, whose logarithms are clipped at eps_high
+    where A > 0, and at -eps_low where A < 0: arXiv 2507.20673."""
+    eps_low, eps_high = objective.eps_low, objective.eps_high
+    low, high = (x.log_ratio < -eps_low) & (x.A < 0), (x.log_ratio > eps_high) & (x.A > 0)
+    log_ratio = jnp.where(low, -eps_low, jnp.where(high, eps_high, x.log_ratio))
+    loss = -jnp.exp(_sequence_mean(log_ratio, x.sequence_tokens)) * x.A
+    return loss, {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high}
+
+
+def _dppo_loss(objective: Objective, x: Tokens, distance: jax.Array) -> tuple[jax.Array, dict]:
+    """-min(ratio, delta) A logps, without gradient through the ratio; 0 where the probability moved
+    from the sampler's in the direction of A by more than eps_high (A > 0), eps_low (A < 0)."""
+    low = (distance > objective.eps_low) & (x.log_ratio < 0) & (x.A < 0)
+    high = (distance > objective.eps_high) & (x.log_ratio > 0) & (x.A > 0)
+    capped = jnp.minimum(x.ratio, objective.delta) if objective.delta else x.ratio
+    loss = -jax.lax.stop_gradient(jnp.where(low | high, 0.0, capped)) * x.A * x.logps
+    return loss, {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high}
+
+
+def _dppo_tv_loss(objective: Objective, x: Tokens) -> tuple[jax.Array, dict]:
+    """It has moved by the difference between the two probabilities: the total variation."""
+    distance = jnp.abs(jnp.exp(x.logps) - jnp.exp(x.logps - x.log_ratio))
+    return _dppo_loss(objective, x, distance)
+
+
+def _dppo_kl_loss(objective: Objective, x: Tokens) -> tuple[jax.Array, dict]:
+    """It has moved by the KL divergence of drawing the token or not."""
+    anchor = x.logps - x.log_ratio
+    # -expm1(logps) is 1 - p, which would round to 0 if p is nearly 1.
+    rest_p, rest_mu = (DPPO_FLOOR - jnp.expm1(jnp.minimum(y, 0)) for y in (x.logps, anchor))
+    distance = rest_mu * jnp.log(rest_mu / rest_p) - jnp.exp(anchor) * x.log_ratio
+    return _dppo_loss(objective, x, distance)
+
+
+def _cispo_loss(objective: Objective, x: Tokens) -> tuple[jax.Array, dict]:
+    """-min(ratio, eps_high) A logps, without gradient through the ratio; eps_high >= 1 is a cap."""
+    loss = -jax.lax.stop_gradient(jnp.minimum(x.ratio, objective.eps_high)) * x.A * x.logps
+    return loss, {"cispo_clip_ratio": (x.ratio > objective.eps_high) & (x.A > 0)}
+
+
+def _sapo_loss(objective: Objective, x: Tokens) -> tuple[jax.Array, dict]:
+    """-(4 / tau) sigmoid(tau (ratio - 1)) A."""
+    tau = jnp.where(x.A > 0, SAPO_TAU_POSITIVE, SAPO_TAU_NEGATIVE)
+    return -4 / tau * jax.nn.sigmoid(tau * (x.ratio - 1)) * x.A, {}
+
+
+def _vespo_loss(objective: Objective, x: Tokens) -> tuple[jax.Array, dict]:
+    """-phi A logps, without gradient through phi = w^k exp(lambda (1 - w)), where w is the product
+    of a sequence's ratios and weights."""
+    log_w = jnp.clip(x.log_ratio, -VESPO_MAX, VESPO_MAX) + jnp.log(jnp.maximum(x.weight, VESPO_MIN))
+    log_w = jnp.clip(log_w.sum(axis=1, keepdims=True), jnp.log(VESPO_MIN), VESPO_MAX)  # [B, 1]
+    k, lambda_ = jnp.where(x.A < 0, 3, 2), jnp.where(x.A < 0, 2, 3)  # as in the paper
+    phi = jnp.exp(k * log_w + lambda_ * (1 - jnp.exp(log_w)))
+    return -jax.lax.stop_gradient(phi) * x.A * x.logps, {}
+
+
+TOKEN_LOSSES: Mapping[str, Callable[[Objective, Tokens], tuple[jax.Array, dict]]] = {
+    **dict.fromkeys(("dapo", "grpo", "dr_grpo", "gspo", "luspo"), _ppo_loss),
+    "cispo": _cispo_loss,
+    "sapo": _sapo_loss,
+    "gmpo": _gmpo_loss,
+    "vespo": _vespo_loss,
+    "dppo_tv": _dppo_tv_loss,
+    "dppo_kl": _dppo_kl_loss,
+    "sft": lambda objective, x: (-x.logps, {}),  # the cross-entropy
+}

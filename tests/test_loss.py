@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loss import MERGE, Objective, policy_loss, sampler_weights, top_entropy_mask
+from loss import MERGE, TOKEN_LOSSES, Objective, policy_loss, sampler_weights, top_entropy_mask
+from objectives import OBJECTIVES
 
 GOLDENS = Path(__file__).parent / "goldens"
 TRL = json.loads((GOLDENS / "trl.json").read_text(encoding="utf-8"))
@@ -174,6 +175,21 @@ def test_a_step_without_a_token_teaches_nothing(variant: dict) -> None:
     x["mask"][:] = 0
     loss, grad, metrics = part(x, **variant)
     assert loss == 0 and not grad.any() and np.isfinite(list(metrics.values())).all()
+
+
+def test_each_objective_has_an_entry_of_facts_and_a_loss_of_a_token() -> None:
+    assert {*OBJECTIVES} == {*TOKEN_LOSSES}
+
+
+@pytest.mark.parametrize("loss_type", OBJECTIVES)
+def test_an_objective_reads_the_settings_of_clipping_that_its_facts_name(loss_type: str) -> None:
+    """The gradient depends on these alone."""
+    first = {"eps_low": 0.01, "eps_high": 0.01, "delta": 0.0}
+    x, settings = trl_inputs(), first | {"loss_type": loss_type, "max_length_sample": 32}
+    grad = part(x, **settings)[1]
+    others = {"eps_low": 0.3, "eps_high": 0.3, "delta": 0.5}
+    read = {n for n in others if (part(x, **settings | {n: others[n]})[1] != grad).any()}
+    assert read == {*OBJECTIVES[loss_type].reads}
 
 
 # ---- The objective: by hand ----------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 REPO = Path(__file__).resolve().parents[2]
 TASKS = "docs/tasks.md"
+OBJECTIVES = "docs/objectives.md"
 
 
 class Edit(NamedTuple):
@@ -73,7 +74,20 @@ DR_GRPO = Drill(
 """,
             "        advantages = centered\n",
         ),
-        Edit("loss.py", "        return num_tokens\n", "        return num_sequences * 32\n"),
+        Edit(
+            "loss.py",
+            '        "token-mean": num_tokens,\n',
+            '        "token-mean": num_sequences * 32,\n',
+        ),
+    ),
+)
+FACTS, FUNCTION, NAME = (part.split("```")[0] for part in read(OBJECTIVES).split("```python\n")[1:])
+OBJECTIVE = Drill(
+    "an objective",
+    edits=(
+        Edit("objectives.py", '    "sft": ', f'{FACTS}    "sft": '),
+        Edit("loss.py", "TOKEN_LOSSES: ", f"{FUNCTION}\n\nTOKEN_LOSSES: "),
+        Edit("loss.py", '    "sft": ', f'{NAME}    "sft": '),
     ),
 )
 COUNTDOWN = Drill(
@@ -147,7 +161,7 @@ FROZEN_EMBEDDING = Drill(
         ),
     ),
 )
-DRILLS = (BUILT_IN_REWARD, DR_GRPO, COUNTDOWN, SCHEDULE, SETTING, FROZEN_EMBEDDING)
+DRILLS = (BUILT_IN_REWARD, DR_GRPO, OBJECTIVE, COUNTDOWN, SCHEDULE, SETTING, FROZEN_EMBEDDING)
 
 
 def edited(drill: Drill, root: Path = REPO) -> dict[str, str]:

@@ -16,6 +16,7 @@ from drills import (
     DR_GRPO,
     DRILLS,
     FROZEN_EMBEDDING,
+    OBJECTIVE,
     REPO,
     SCHEDULE,
     SETTING,
@@ -36,7 +37,7 @@ SMALL = environment(
 )
 # The tests that read what these drills edit.
 TESTS_OF_ADDITIONS = """
-    tests/test_config.py tests/test_rewards.py tests/test_readme.py
+    tests/test_config.py tests/test_loss.py tests/test_rewards.py tests/test_readme.py
     tests/test_contributing.py::test_every_setting_is_read
 """.split()
 
@@ -200,3 +201,15 @@ def test_dr_grpo_by_hand_is_the_one_of_the_settings(out: Path) -> None:
     for name in ("other/loss", "other/grad_norm", "reward/advantage/std", "reward/advantage/max"):
         assert of(by_hand, name) == of(by_settings, name) and len(of(by_hand, name)) == 1
     assert of(by_hand, "other/grad_norm")[0] > 0
+
+
+def test_an_objective_of_a_fork_trains_and_its_entry_gives_its_notes(out: Path) -> None:
+    """With one update per step every ratio is 1, and the gradient that of dapo."""
+    fork = make_fork(out / "objective", OBJECTIVE)
+    ours = train(fork, out / "topr", "LOSS_TYPE=topr EPS_HIGH=0.3")
+    dapo = train(REPO, out / "dapo")
+    assert of(ours, "other/grad_norm") == pytest.approx(of(dapo, "other/grad_norm"), rel=1e-3)
+    assert of(ours, "other/grad_norm")[0] > 0 and of(ours, "other/loss") != of(dapo, "other/loss")
+    assert "note: EPS_HIGH=0.3 does nothing with LOSS_TYPE=topr\n" in ours.lines
+    clipped = "other/clip_ratio/region_mean"
+    assert of(dapo, clipped) == [0] and of(ours, clipped) == []

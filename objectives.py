@@ -1,0 +1,39 @@
+"""The facts about each objective (LOSS_TYPE) that loss.py and config.py read, without jax. Each
+name also has its loss of a token: TOKEN_LOSSES in loss.py.
+"""
+
+from typing import NamedTuple
+
+
+class Facts(NamedTuple):
+    """The facts about an objective; the defaults are those of DAPO, with the clipped loss of PPO.
+
+    mean, in verl's words: token-mean is the mean over all tokens of the update. The others are the
+    mean over its sequences of the mean (seq-mean-token-mean), or of the sum (seq-mean-token-sum),
+    over a sequence's tokens; seq-mean-token-sum-norm also divides by MAX_LENGTH_SAMPLE.
+    """
+
+    mean: str = "token-mean"
+    ratio: str = "token"  # one for each token; sequence: exp of the mean log ratio of its tokens
+    anchor: str = "old"  # ratio = policy / policy before the updates; sampler: policy / sampler
+    weights_ratios: bool = False  # IS_MODE's weights multiply the ratios, not the loss
+    reads: tuple[str, ...] = ("eps_low", "eps_high", "delta")  # those that it reads
+    limits: str = "ratio"  # from 1 - eps_low to 1 + eps_high; cap: eps_high; log_ratio; distance
+    published: tuple[float, float] | None = None  # EPS_LOW and EPS_HIGH in the paper
+
+
+EPS = ("eps_low", "eps_high")
+OBJECTIVES = {
+    "dapo": Facts(),  # arXiv 2503.14476 eq. 8
+    "grpo": Facts("seq-mean-token-mean"),  # 2402.03300
+    "dr_grpo": Facts("seq-mean-token-sum-norm"),  # 2503.20783
+    "cispo": Facts(reads=("eps_high",), limits="cap"),  # 2506.13585
+    "gspo": Facts("seq-mean-token-mean", ratio="sequence", published=(3e-4, 4e-4)),  # 2507.18071
+    "sapo": Facts("seq-mean-token-mean", reads=()),  # 2511.20347
+    "luspo": Facts("seq-mean-token-sum", ratio="sequence", published=(2e-3, 2.5e-3)),  # 2602.05261
+    "gmpo": Facts("seq-mean-token-mean", reads=EPS, limits="log_ratio", published=(0.4, 0.4)),
+    "vespo": Facts(weights_ratios=True, reads=()),  # 2602.10693
+    "dppo_tv": Facts(anchor="sampler", limits="distance", published=(0.15, 0.15)),  # 2602.04879
+    "dppo_kl": Facts(anchor="sampler", limits="distance", published=(0.05, 0.05)),
+    "sft": Facts(reads=()),
+}

@@ -1,24 +1,17 @@
-"""The facts about each objective (LOSS_TYPE) that loss.py and config.py read, without jax. Each
-name also has its loss of a token: TOKEN_LOSSES in loss.py.
-"""
+"""The facts about each objective (LOSS_TYPE), without jax; loss.py has its loss of a token."""
 
 from typing import NamedTuple
 
 
 class Facts(NamedTuple):
-    """The facts about an objective; the defaults are those of DAPO, with the clipped loss of PPO.
+    """The defaults are those of DAPO, with the clipped loss of PPO."""
 
-    mean, in verl's words: token-mean is the mean over all tokens of the update. The others are the
-    mean over its sequences of the mean (seq-mean-token-mean), or of the sum (seq-mean-token-sum),
-    over a sequence's tokens; seq-mean-token-sum-norm also divides by MAX_LENGTH_SAMPLE.
-    """
-
-    mean: str = "token-mean"
+    mean: str = "token-mean"  # over tokens, in verl's words; policy_loss has the divisors
     ratio: str = "token"  # one for each token; sequence: exp of the mean log ratio of its tokens
     anchor: str = "old"  # ratio = policy / policy before the updates; sampler: policy / sampler
     weights_ratios: bool = False  # IS_MODE's weights multiply the ratios, not the loss
     reads: tuple[str, ...] = ("eps_low", "eps_high", "delta")  # those that it reads
-    limits: str = "ratio"  # from 1 - eps_low to 1 + eps_high; cap: eps_high; log_ratio; distance
+    limits: str = "ratio"  # what the eps limit; cap: eps_high itself is the limit of the ratio
     published: tuple[float, float] | None = None  # EPS_LOW and EPS_HIGH in the paper
 
 

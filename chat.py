@@ -83,7 +83,7 @@ def has_system_message(example: Example) -> bool:
     return bool(messages) and messages[0]["role"] == "system"
 
 
-def read_opening(setting: str) -> list[Message]:
+def read_prefix_messages(setting: str) -> list[Message]:
     """The messages of SYSTEM_PROMPT; none if it is empty. Raises UserMistake.
 
     The name of a .json file gives that file's messages, and that of a text file (*.txt, *.md,
@@ -110,8 +110,8 @@ class ChatFormat(NamedTuple):
     """What stands around a question in a prompt: messages, and the text of the chat template."""
 
     tokenizer: "PreTrainedTokenizerBase"
-    opening: list[Message]  # the messages before each question, from SYSTEM_PROMPT
-    default_opening: Sequence[Message] = ()  # of a text, if `opening` is empty
+    prefix_messages: list[Message]  # the messages before each question, from SYSTEM_PROMPT
+    default_prefix_messages: Sequence[Message] = ()  # of a text, if prefix_messages is empty
     tools: Sequence[dict[str, Any]] = ()  # their descriptions
     kwargs: Mapping[str, Any] = {}  # more arguments of the template: CHAT_TEMPLATE_KWARGS
 
@@ -121,16 +121,16 @@ class ChatFormat(NamedTuple):
         return self.tokenizer.get_chat_template(tools=[*self.tools] or None)
 
     def messages_of(self, example: Example) -> list[Message]:
-        """The opening, and the question or the messages of the example. A system message of the
-        example replaces the one of the opening."""
+        """prefix_messages, and the question or the messages of the example. A system message of the
+        example replaces the one of prefix_messages."""
         messages = example.get("prompts")
         if not messages:
             question = {"role": "user", "content": example["question"]}
-            return [*(self.opening or self.default_opening), question]
+            return [*(self.prefix_messages or self.default_prefix_messages), question]
         if has_system_message(example):
-            turns = [message for message in self.opening if message["role"] != "system"]
+            turns = [message for message in self.prefix_messages if message["role"] != "system"]
             return [messages[0], *turns, *messages[1:]]
-        return [*self.opening, *messages]
+        return [*self.prefix_messages, *messages]
 
     def render(self, chats: list[list[Message]], add_generation_prompt: bool = True) -> list[str]:
         """The text of each list of messages, with the same date on every day.

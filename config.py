@@ -9,7 +9,7 @@ every setting with its value, meaning and default, as YAML that `--config` reads
 
 Two ways to save work have no setting. With MAX_LENGTH_SAMPLE of 128 or more, decoding drops
 sequences that have ended (Config.drops_ended). Updates skip sequences whose advantage is 0, unless
-another term of the loss needs them (Config.skips).
+another term of the loss needs them (Config.skips_zero_advantages).
 """
 
 import argparse
@@ -30,12 +30,12 @@ from infra.mistakes import UserMistake, describe_ignored_names, exit_with_mistak
 from infra.settings import (
     MESH,
     REPO,
-    knob,
     overlay_layers,
     parse_command_line,
     read_dotenv,
     read_env,
     read_yaml,
+    setting_field,
     to_text,
     yaml_name,
 )
@@ -61,19 +61,21 @@ TINY_YIELDS = [  # any size that the user sets hides those of recipes/tiny.yaml
     (("num_pre_q", "num_mini_batches", *MICRO_SETTINGS), MICRO_SIZES),
 ]
 
-# `knob` for each group in YAML. A resumed run must keep the values of `kept` settings. It may
-# change the others, as long as its files, prompts and sizes stay the same.
-in_model = functools.partial(knob, "model", kept=False)
-in_lora = functools.partial(knob, "model")
-in_data = functools.partial(knob, "data", kept=False)
-in_rollout = functools.partial(knob, "rollout")
-free_in_rollout = functools.partial(knob, "rollout", kept=False)
-in_reward = functools.partial(knob, "reward")
-in_train = functools.partial(knob, "train")
-free_in_train = functools.partial(knob, "train", kept=False)
-in_loss = functools.partial(knob, "loss")
-in_eval = functools.partial(knob, "eval", kept=False)
-in_run = functools.partial(knob, "run", kept=False)
+# `setting_field` for each group in YAML. A resumed run may change the settings that are not
+# fixed_on_resume, as long as its files, prompts and sizes stay the same.
+in_model = functools.partial(setting_field, "model", fixed_on_resume=False)
+in_lora = functools.partial(setting_field, "model")
+in_data = functools.partial(setting_field, "data", fixed_on_resume=False)
+in_rollout = functools.partial(setting_field, "rollout")
+free_in_rollout = functools.partial(setting_field, "rollout", fixed_on_resume=False)
+in_reward = functools.partial(setting_field, "reward")
+free_in_reward = functools.partial(setting_field, "reward", fixed_on_resume=False)
+in_train = functools.partial(setting_field, "train")
+free_in_train = functools.partial(setting_field, "train", fixed_on_resume=False)
+in_loss = functools.partial(setting_field, "loss")
+free_in_loss = functools.partial(setting_field, "loss", fixed_on_resume=False)
+in_eval = functools.partial(setting_field, "eval", fixed_on_resume=False)
+in_run = functools.partial(setting_field, "run", fixed_on_resume=False)
 # Processes may have different values of these.
 in_run_per_process = functools.partial(in_run, per_process=True)
 
@@ -109,7 +111,9 @@ class Config:
         "", 'Arguments of the chat template as JSON, such as {"enable_thinking": false}.'
     )
     max_prompt_length: int = in_data(0, "Skip prompts with more tokens than this; 0: no limit.")
-    seed: int = in_data(0, "Seed of data order and sampling.", at_most=2**31 - 1, kept=True)
+    seed: int = in_data(
+        0, "Seed of data order and sampling.", at_most=2**31 - 1, fixed_on_resume=True
+    )
 
     rollout_backend: str = in_rollout(
         "naive", "Program that samples completions.", choices="naive|sglang_jax", yaml="backend"
@@ -169,8 +173,8 @@ class Config:
 
     reward_weights: tuple[float, ...] = in_reward((), "Reward weights; empty: see rewards.py.")
     reward_fn: str = in_reward("", "Reward functions, such as my.py:name; empty: the default ones.")
-    reward_timeout_s: float = in_reward(
-        10.0, "Time limit of a reward call, in seconds.", above=0, at_most=10**6, kept=False
+    reward_timeout_s: float = free_in_reward(
+        10.0, "Time limit of a reward call, in seconds.", above=0, at_most=10**6
     )
     overlong_cache: int = in_reward(
         0, "Last tokens that soft_overlong_penalty punishes; 0: MAX_LENGTH_SAMPLE / 5."
@@ -232,13 +236,11 @@ class Config:
     kl_estimator: str = in_loss("k3", "Estimator of the KL.", choices="k1|k2|k3")
     kl_bias_correction: bool = in_loss(True, "Multiply the KL by the ratio, which unbiases it.")
     entropy_coef: float = in_loss(0.0, "Weight of the entropy bonus.")
-    teacher_path: str = in_loss(
-        "", "Folder or hub id of a teacher that judges each token; empty: none.", kept=False
+    teacher_path: str = free_in_loss(
+        "", "Folder or hub id of a teacher that judges each token; empty: none."
     )
-    distill_coef: float = in_loss(1.0, "Weight of log p_teacher - log p in advantages.", kept=False)
-    reward_coef: float = in_loss(
-        1.0, "With a teacher, weight of the rewards in advantages.", kept=False
-    )
+    distill_coef: float = free_in_loss(1.0, "Weight of log p_teacher - log p in advantages.")
+    reward_coef: float = free_in_loss(1.0, "With a teacher, weight of the rewards in advantages.")
     top_entropy_quantile: float = in_loss(
         1.0, "Train on this fraction of the tokens: the highest entropies.", above=0, at_most=1
     )
@@ -250,10 +252,8 @@ class Config:
     is_cap: float = in_loss(
         3.0, "Importance weights above IS_CAP become IS_CAP (truncate) or 0 (mask).", at_least=1
     )
-    off_policy_mask_threshold: float = in_loss(
-        0.0,
-        "Drop bad completions whose mean log(p_sampler / p) is above this; 0: none.",
-        kept=False,
+    off_policy_mask_threshold: float = free_in_loss(
+        0.0, "Drop bad completions whose mean log(p_sampler / p) is above this; 0: none."
     )
 
     eval_every_steps: int = in_eval(10, "Steps between evaluations, from step 0 on; 0: never.")
@@ -309,7 +309,7 @@ class Config:
     def evaluates(self) -> bool:
         return self.eval_every_steps > 0 or self.eval_full_sweep
 
-    def turns(self) -> int:
+    def max_turns_or_default(self) -> int:
         return self.max_turns or (DEFAULT_TURNS if self.environment_class else 1)
 
     def template_kwargs(self) -> dict[str, Any]:
@@ -328,23 +328,24 @@ class Config:
         """Whether the policy learns only from the teacher."""
         return bool(self.teacher_path) and self.reward_coef == 0
 
-    def skips(self) -> bool:
+    def skips_zero_advantages(self) -> bool:
         """Whether updates do not compute sequences whose advantage is 0, because no other term of
         the loss needs them."""
         needs_all = self.beta or self.entropy_coef or self.teacher_path
         return not needs_all and self.top_entropy_quantile == 1
 
-    def filters(self) -> bool:
+    def has_sampling_filters(self) -> bool:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
-    def replays(self) -> bool:
+    def loss_uses_support(self) -> bool:
         """Whether the loss's softmax is over the tokens that the sampler could draw."""
-        return self.filters() and self.sampling_support != "full"
+        return self.has_sampling_filters() and self.sampling_support != "full"
 
     def filters_logps(self) -> bool:
         """Whether sampling_logps are those of the filtered distribution, and the loss's logps are
         not. An engine reports logps without the filters."""
-        return self.filters() and not self.replays() and self.rollout_backend == "naive"
+        are_filtered = self.has_sampling_filters() and self.rollout_backend == "naive"
+        return are_filtered and not self.loss_uses_support()
 
 
 def read_layers(
@@ -419,7 +420,7 @@ def contradictions(cfg: Config) -> Iterator[str]:
         reason = "would count TOP_K, TOP_P, MIN_P as a policy change with SAMPLING_SUPPORT=full"
         yield f"{text} {reason}; leave SAMPLING_SUPPORT out"
     for name, text in (("policy_loss_impl", "pallas"), ("rollout_backend", "sglang_jax")):
-        if cfg.replays() and getattr(cfg, name) == text:
+        if cfg.loss_uses_support() and getattr(cfg, name) == text:
             setting, support = name.upper(), "the tokens that TOP_K, TOP_P, MIN_P leave"
             advice = f"leave {setting} out, or set SAMPLING_SUPPORT=full (a biased loss)"
             yield f"{setting}={text} cannot replay {support}; {advice}"
@@ -473,10 +474,12 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
         yield f"{rate}, which usually need ten times the rate of full fine-tuning"
     has_adapters = cfg.lora_rank or Path(cfg.model_path, "adapter_config.json").is_file()
     no_adapters = "LORA_RANK=0, unless MODEL_PATH is a repository of adapters"
-    has_moved = cfg.ppo_epochs * cfg.num_mini_batches > 1
-    differs = has_moved or cfg.rollout_backend != "naive"  # the policy from the sampler
+    off_policy = cfg.ppo_epochs * cfg.num_mini_batches > 1
+    differs_from_sampler = off_policy or cfg.rollout_backend != "naive"
     facts, loss_type = OBJECTIVES[cfg.loss_type], f"LOSS_TYPE={cfg.loss_type}"
-    clips = differs if facts.anchor == "sampler" else has_moved or facts.limits == "cap"
+    clips = (
+        differs_from_sampler if facts.anchor == "sampler" else off_policy or facts.limits == "cap"
+    )
     if clips and facts.published and not {"eps_low", "eps_high"} <= layers.keys():
         published = "EPS_LOW={} EPS_HIGH={}".format(*facts.published)
         yield f"{loss_type} was published with {published}; the defaults are 0.2"
@@ -485,12 +488,12 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
     engine_settings = " ".join(name for name in vars(cfg) if name.startswith("sglang_jax_"))
     for names, has_effect, reason in (
         ("lora_alpha lora_targets lora_base_copy export_lora", has_adapters, no_adapters),
-        ("sampling_support", cfg.filters(), "TOP_K=0, TOP_P=1.0 and MIN_P=0.0"),
+        ("sampling_support", cfg.has_sampling_filters(), "TOP_K=0, TOP_P=1.0 and MIN_P=0.0"),
         ("scale_rewards", cfg.adv_estimator == "grpo", f"ADV_ESTIMATOR={cfg.adv_estimator}"),
         ("adv_estimator scale_rewards", not cfg.ignores_rewards(), "REWARD_COEF=0"),
         *((name, name in facts.reads, loss_type) for name in ("eps_low", "eps_high", "delta")),
         ("delta eps_low eps_high", clips, "one update per step"),
-        ("off_policy_mask_threshold", differs, "one update per step"),
+        ("off_policy_mask_threshold", differs_from_sampler, "one update per step"),
         ("kl_estimator kl_bias_correction", cfg.beta, "BETA=0"),
         ("distill_coef reward_coef", cfg.teacher_path, "TEACHER_PATH="),
         ("dynamic_sampling_max_rounds", cfg.dynamic_sampling, "DYNAMIC_SAMPLING=0"),
@@ -522,7 +525,7 @@ def yaml_lines(cfg: Config) -> list[str]:
         value, help = getattr(cfg, field.name), field.metadata["help"]
         choices = f" ({field.metadata['choices']})" if field.metadata["choices"] else ""
         mark = "default" if value == field.default else f"changed from {to_text(field.default)}"
-        mark += ", kept" if field.metadata["kept"] else ""  # a resumed run must have the same value
+        mark += ", fixed on resume" if field.metadata["fixed_on_resume"] else ""
         line = f"{yaml_name(field)}: {to_text(value)}"
         lines.append(f"{line:<40}  # {field.name.upper()}: {help}{choices}  [{mark}]")
     return lines

@@ -67,22 +67,22 @@ def answer_questions(
 ) -> Batch:
     """EVAL_SAMPLES completions of each question, sampled by eval_sampling, and their rewards. step:
     the number of steps that have trained the weights."""
-    rollout, samples = run.rollout, run.cfg.eval_samples
+    rollout, K = run.rollout, run.cfg.eval_samples
     # The questions of a pass on each process. The last question is repeated until all passes have
     # the same size.
-    size = eval_questions(run.sizes, run.cfg.num_pre_q, samples, jax.local_device_count())
+    size = eval_questions(run.sizes, run.cfg.num_pre_q, K, jax.local_device_count())
     missing = -len(questions) % (size * jax.process_count())
     padded = [*questions, *[questions[-1]] * missing]
     if rollout.environments is not None:
         T, model = rollout.stopping.max_length_sample, rollout.compute.model
-        padded = rollout.environments.begin_episodes(padded, EVALUATION_ROUND, samples, model, T)
+        padded = rollout.environments.begin_episodes(padded, EVALUATION_ROUND, K, model, T)
     completions = complete(
         rollout,
         backend,
         padded,
         key,
         rollout.eval_sampling,
-        completions_per_prompt=samples,
+        completions_per_prompt=K,
         prompts_per_pass=size,
         title="evaluation",
     )
@@ -91,7 +91,7 @@ def answer_questions(
     parts = []
     # REWARD_TIMEOUT_S limits one call of a reward function, which gets the completions of one pass.
     for i in range(0, len(local_questions), size):
-        span = slice(i * samples, (i + size) * samples)
+        span = slice(i * K, (i + size) * K)
         part = jax.tree.map(lambda x, span=span: x[span], completions)
         prompts = local_questions[i : i + size]
         parts.append(reward_completions(rollout, prompts, part, step, run.cfg.steps))
@@ -110,24 +110,24 @@ def evaluation_record(
     The accuracy is pass@1: the mean over the questions of the fraction of right completions among
     those to which the first reward function applies.
     """
-    samples, split, seconds = run.cfg.eval_samples, run.cfg.eval_split, clock.total()
+    K, split, seconds = run.cfg.eval_samples, run.cfg.eval_split, clock.total()
     prefix = "eval_full" if full else "eval"
-    correct = are_right(evaluation.function_rewards).reshape(-1, samples)  # [questions, samples]
+    correct = are_right(evaluation.function_rewards).reshape(-1, K)  # [questions, K]
     questions = len(correct)
     accuracy, error = pass_at(correct, 1), standard_error(correct)
-    # The powers of two, and the number of samples.
-    ks = [k for k in range(1, samples + 1) if k == samples or k & (k - 1) == 0]
+    # The powers of two, and K itself.
+    ks = [k for k in range(1, K + 1) if k == K or k & (k - 1) == 0]
     estimates = {f"pass_at_{k}": pass_at(correct, k) for k in ks}
     function = run.rollout.functions[0]
-    if samples > 1 and hasattr(function, "extract_answer"):
+    if K > 1 and hasattr(function, "extract_answer"):
         texts = completion_texts(run.rollout, evaluation.prompts, evaluation)
         answers = [function.extract_answer(text) for text in texts]
-        estimates[f"maj_at_{samples}"] = majority_accuracy(correct, answers)
+        estimates[f"maj_at_{K}"] = majority_accuracy(correct, answers)
     results = f"accuracy={accuracy:.4f}"
     results += "" if math.isnan(error) else f" accuracy_se={error:.4f}"
     results += f" accuracy_of={function.__name__}"
-    if samples > 1:
-        headline = [name for name in estimates if name.endswith(f"_{samples}")]
+    if K > 1:
+        headline = [name for name in estimates if name.endswith(f"_{K}")]
         results += "".join(f" {name}={estimates[name]:.4f}" for name in headline)
     decoding = "sampled" if run.rollout.eval_sampling.temperature else "greedy"
     results += f" decoding={decoding} t={seconds:.2f}s"
@@ -140,8 +140,8 @@ def evaluation_record(
     record[f"time/{prefix}/step_s"] = seconds
     if full:
         record["time/eval_full/s_per_question"] = seconds / questions
-        record |= {"eval_full/split": split, "eval_full/samples_per_question": samples}
-        title = f"eval_full split={split} questions={questions} samples_per_question={samples}"
+        record |= {"eval_full/split": split, "eval_full/samples_per_question": K}
+        title = f"eval_full split={split} questions={questions} samples_per_question={K}"
     else:
         record |= {f"time/eval/{phase}_s": x for phase, x in phase_seconds(clock).items()}
         title = f"eval step={step} split={split} questions={questions}"
@@ -154,9 +154,9 @@ def evaluation_record(
 def standard_error(correct: np.ndarray) -> float:
     """The standard error of the accuracy, over the questions; NaN for fewer than two.
 
-    correct: [questions, samples], NaN where the accuracy does not apply.
+    correct: [questions, K], NaN where the accuracy does not apply.
     """
-    means = np.array([mean_without_nan(samples) for samples in correct])
+    means = np.array([mean_without_nan(values) for values in correct])
     means = means[~np.isnan(means)]
     return float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else math.nan
 
@@ -165,11 +165,11 @@ def pass_at(correct: np.ndarray, k: int) -> float:
     """pass@k: an unbiased estimate of the probability that at least one of k samples of a question
     is right, averaged over the questions with at least k values. pass@1 is the accuracy.
 
-    correct: [questions, samples], NaN where a sample has no value. Source: arXiv 2107.03374, eq. 1.
+    correct: [questions, K], NaN where a sample has no value. Source: arXiv 2107.03374, eq. 1.
     """
     hits = []
-    for samples in correct:
-        n, wrong = np.isfinite(samples).sum(), (samples == 0).sum()
+    for values in correct:
+        n, wrong = np.isfinite(values).sum(), (values == 0).sum()
         if n >= k:
             sets = math.comb(n, k)  # the sets of k samples; an exact integer
             hits.append((sets - math.comb(wrong, k)) / sets)
@@ -180,8 +180,8 @@ def majority_accuracy(correct: np.ndarray, answers: Sequence[Hashable]) -> float
     """maj@n: the fraction of questions whose most frequent answer is right. Among equally frequent
     answers the first one counts. "No answer" counts as an answer, which is always wrong.
 
-    correct: [questions, samples], NaN for all samples of a question without a right answer, which
-    is left out. answers: [questions * samples]; None: no answer.
+    correct: [questions, K], NaN for all samples of a question without a right answer, which
+    is left out. answers: [questions * K]; None: no answer.
     """
     chosen = []
     for i, is_right in enumerate(correct):

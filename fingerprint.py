@@ -31,7 +31,7 @@ def result_fingerprint(run: Run) -> dict[str, str]:
     values = {
         field.name.upper(): to_text(getattr(cfg, field.name))
         for field in dataclasses.fields(cfg)
-        if field.metadata["kept"]
+        if field.metadata["fixed_on_resume"]
     }
     functions = rewards.reward_entries(cfg.reward_fn)  # each a name, or file.py:name
     values["REWARD_WEIGHTS"] = to_text(run.rollout.reward_weights)

@@ -39,7 +39,7 @@ MERGE: Mapping[str, Callable] = {
 
 def group_advantages(
     rewards: np.ndarray,
-    num_pre_q: int,
+    completions_per_prompt: int,
     *,
     estimator: str = "grpo",
     scale_rewards: str = "group",
@@ -48,7 +48,7 @@ def group_advantages(
 ) -> np.ndarray:
     """The advantage of each completion: [B] float64.
 
-    rewards: [B] of the entire step; each num_pre_q consecutive rewards are a group. NaN means that
+    rewards: [B] of the entire step; each K consecutive rewards are a group. NaN means that
     there is no reward: it enters no mean and no std, and its advantage is 0. If all rewards of a
     group are equal (gdpo: of every function) but for rounding (EQUAL_REWARDS), all advantages of
     the group are exactly 0, except with reinforce.
@@ -67,7 +67,7 @@ def group_advantages(
     Source: GRPO, arXiv 2402.03300 section 4.1; RLOO, 2402.14740; REINFORCE++, 2501.03262; GDPO,
     2601.05242; MaxRL, 2602.02710; TRL.
     """
-    groups = np.asarray(rewards, np.float64).reshape(-1, num_pre_q)  # [P, K]
+    groups = np.asarray(rewards, np.float64).reshape(-1, completions_per_prompt)  # [P, K]
     centered = _centered(groups)
     if estimator == "grpo":
         if scale_rewards not in ("group", "batch", "none"):
@@ -86,7 +86,7 @@ def group_advantages(
         count = np.maximum((~np.isnan(groups)).sum(axis=1, keepdims=True), 1)
         advantages = centered / (np.nansum(groups, axis=1, keepdims=True) / count + MEAN_EPS)
     elif estimator == "gdpo":
-        columns = [column.reshape(-1, num_pre_q) for column in function_rewards.T]
+        columns = [column.reshape(-1, completions_per_prompt) for column in function_rewards.T]
         scaled = [_centered(c) / (_std(c, axis=1) + STD_EPS) for c in columns]
         total = sum(w * np.nan_to_num(x) for w, x in zip(weights, scaled, strict=True))
         total = np.where(np.isnan(columns).all(axis=0), np.nan, total)  # [P, K], again of mean 0
@@ -96,12 +96,13 @@ def group_advantages(
     return np.nan_to_num(advantages.reshape(-1))
 
 
-def equal_groups(rewards: np.ndarray, num_pre_q: int) -> np.ndarray:
+def equal_groups(rewards: np.ndarray, completions_per_prompt: int) -> np.ndarray:
     """[P] bool: whether all rewards of a group are equal, but for rounding.
 
     rewards: [B], or [B, functions]; then the rewards must be equal in each column. NaN is ignored.
     """
-    groups = rewards.reshape(len(rewards) // num_pre_q, num_pre_q, -1)  # [P, K, 1 or functions]
+    K = completions_per_prompt
+    groups = rewards.reshape(len(rewards) // K, K, -1)  # [P, K, 1 or functions]
     return ~_differ(groups).any(axis=(1, 2))
 
 

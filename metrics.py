@@ -1,4 +1,4 @@
-"""The metrics of a step: the lines that people parse, the record for metrics.jsonl and W&B, and
+"""The metrics of a step: the lines that scripts parse, the record for metrics.jsonl and W&B, and
 samples of completions."""
 
 import math
@@ -25,9 +25,9 @@ from run import Run
 # rounds hidden states to 8 significant bits. Wrong weights give 0.1 or more.
 DRIFT_LEVELS = {"float32": 1e-3, "bfloat16": 0.05}
 RIGHT = 1 - 1e-6  # the lowest reward of a right completion: 0.7 + 0.2 + 0.1 is less than 1
-# The order of the printed line, which is MLLM-JAX's. A step runs shard (the gathering of all
-# processes' completions) before advantages, and logps before update.
-PHASES = ("rollout_sync", "rollout_generate", "reward", "advantages", "shard", "update", "logps")
+# The order of the printed line, which is MLLM-JAX's. A step runs gather before advantages, and
+# logps before update.
+PHASES = ("rollout_sync", "rollout_generate", "reward", "advantages", "gather", "update", "logps")
 
 
 def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
@@ -88,7 +88,7 @@ def drift_level(
     filters_logps: bool, train_compute: ComputeConfig, rollout_compute: ComputeConfig
 ) -> float:
     """The level of DRIFT_LEVELS for the dtypes of a run. It is infinite if the sampler's
-    log-probabilities are those of a filtered distribution, which the trainer does not replay."""
+    log-probabilities are those of a filtered distribution, and the trainer's logps are not."""
     if filters_logps:
         return math.inf
     # The linear layers of Qwen3.5 amplify rounding: 0.06 where a Qwen3 of the same size has 0.026.
@@ -110,7 +110,7 @@ def describe_drift(metrics: Mapping[str, float], level: float) -> str:
 
 
 def step_lines(step: Step, breakdown: bool) -> list[str]:
-    """The line that people parse, then a line for each note about the step.
+    """The stable line that scripts parse, then a line for each note about the step.
 
     breakdown: append the seconds of each phase, and lengths, to the first line.
     """
@@ -215,8 +215,9 @@ def memory_peaks() -> dict[str, float]:
 
 
 def phase_seconds(clock: Clock) -> dict[str, float]:
-    """The seconds of each phase, and of the rollout: rollout_sync + rollout_generate."""
-    seconds = clock.seconds
+    """The seconds of each phase by its published name, which is shard for gather, as in MLLM-JAX;
+    and of the rollout: rollout_sync + rollout_generate."""
+    seconds = {"shard" if name == "gather" else name: x for name, x in clock.seconds.items()}
     return {"rollout": seconds["rollout_sync"] + seconds["rollout_generate"], **seconds}
 
 
@@ -280,7 +281,7 @@ def _spread(name: str, values: np.ndarray, *statistics: str) -> dict[str, float]
 # ---- Completions to read -------------------------------------------------------------------------
 
 
-ENDED = ("MAX_LENGTH_SAMPLE", "stop token")  # ENDED[stopped]: what has ended a completion
+FINISH_REASONS = ("MAX_LENGTH_SAMPLE", "stop token")  # by `stopped`, as samples.jsonl has them
 LONGEST_TEXT = 400  # the most characters of a text in the log; samples.jsonl has all of them
 
 
@@ -325,7 +326,7 @@ def completion_entries(
             "reward": batch.rewards[i],
             "rewards": dict(zip(names, batch.function_rewards[i], strict=True)),
             "tokens": batch.lengths[i],
-            "ended": ENDED[int(batch.stopped[i])],
+            "ended": FINISH_REASONS[int(batch.stopped[i])],
             name: values[i],
         }
         for i, text in enumerate(texts)

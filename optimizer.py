@@ -45,8 +45,8 @@ def make_transformation(optimizer: Optimizer, model: ModelConfig) -> optax.Gradi
         "sgd": optax.identity(),
     }
     table = trainable_params(param_table(model))
-    kept = ("norm", "bias", "out_norm", "dt_bias")
-    decays = jax.tree.map(lambda leaf: leaf.kind not in kept, table)
+    no_decay = ("norm", "bias", "out_norm", "dt_bias")
+    decays = jax.tree.map(lambda leaf: leaf.kind not in no_decay, table)
     decay = optax.add_decayed_weights(optimizer.weight_decay, mask=decays)
     clip = optax.clip_by_global_norm(optimizer.clip_norm or math.inf)
     return optax.chain(clip, rules[optimizer.name], decay)

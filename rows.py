@@ -5,8 +5,8 @@ completion are the last token of its prompt, then its own tokens but the last. A
 to its prompt and to itself. A row holds a prompt once, however many of its completions follow. All
 rows of an update have the same widths S and C, which follow from its batch and from RowLimits.
 
-A row of S = 4 + C = 8 slots with two prompts, `a b c` and `p q r`, and three completions:
-`x y z` of the first prompt, `u v` and `w` of the second. `.` is padding.
+A row with 4 prompt slots (S) and 8 completion slots (C) for two prompts, `a b c` and `p q r`, and
+three completions: `x y z` of the first prompt, `u v` and `w` of the second. `.` is padding.
 
     slot        0 1 2 3   4 5 6  7 8  9  10 11
     ids         a b p q   c x y  r u  r  .  .       the input tokens
@@ -44,7 +44,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from infra.sizes import prompt_share, prompt_width
+from infra.sizes import completions_per_prompt_in_shard, prompt_width
 
 # S and C have few values, so that few programs are compiled: between two powers of two there are at
 # most GRID_VALUES, and they are at least S_STEP or C_STEP apart. Where C is above LONG_C, the step
@@ -145,7 +145,7 @@ class RowLimits(NamedTuple):
     """The limits of a run's rows."""
 
     shards: int  # parts of a micro-step; a device, or the devices of a tp group, computes each
-    sequences_per_shard: int  # in a micro-step, if all of them have T tokens
+    full_length_sequences_per_shard: int  # in a micro-step, if all of them have T tokens
     completions_per_prompt: int  # K
     max_length_sample: int  # T: the most tokens of a completion
     longest_prompt_slots: int  # S of a row with only the run's longest prompt
@@ -153,11 +153,10 @@ class RowLimits(NamedTuple):
     chunk: int = 1  # as in RowShape; it divides unit
 
     def widest(self) -> RowShape:
-        """The widths of a row of sequences_per_shard completions of T tokens with their prompts. A
-        row of the run has at most S + C slots, and at most C of them for completions; S may be
-        larger."""
-        count = self.sequences_per_shard
-        prompts = count // prompt_share(self.completions_per_prompt, count)
+        """The widths of a row of a shard's completions, all of T tokens, with their prompts. A row
+        of the run has at most S + C slots, at most C of them for completions; S may be larger."""
+        count = self.full_length_sequences_per_shard
+        prompts = count // completions_per_prompt_in_shard(self.completions_per_prompt, count)
         sizes = self.longest_prompt_slots, count // prompts * self.max_length_sample
         sizes = [prompts * next_multiple(size, self.chunk) for size in sizes]
         S, C = (next_multiple(size, self.unit) for size in sizes)

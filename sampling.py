@@ -16,7 +16,7 @@ import numpy as np
 
 from infra.chips import attribute_oom_to
 from infra.log import progress_bar
-from infra.sizes import PASS_SIZES, prompt_share
+from infra.sizes import PASS_SIZES, completions_per_prompt_in_shard
 from model.attention import Cache, map_kv, prompt_rows
 from model.layout import TRAIN_BATCH_AXES, concatenate_trees, constrain, local_part, shard_batch
 from model.logps import dot
@@ -52,7 +52,7 @@ class Completions(NamedTuple):
     lengths: np.ndarray  # [count] int32 tokens, stop tokens and an environment's tokens included
     sampling_logps: np.ndarray  # [count, T] float32 nats, of the distribution that was sampled
     decode_steps: np.ndarray  # [count] int32, decoding steps with the sequence in the batch
-    support: np.ndarray | None = None  # [count, T, U] int32, with sampling.replay; unused: -1
+    support: np.ndarray | None = None  # [count, T, U] int32, with record_support; unused: -1
     # [count] int32, tokens for which the filters would keep more than U ids; None: no filters
     cut_tokens: np.ndarray | None = None
 
@@ -97,7 +97,7 @@ class NaiveBackend:
         K = len(sequence_ids) // len(prompt_ids)
         per_shard = len(sequence_ids) * jax.process_count() // compute.layout.batch_shards
         # If several shards hold completions of a prompt, each of them gets a copy of the prompt.
-        copies = K // prompt_share(K, per_shard)
+        copies = K // completions_per_prompt_in_shard(K, per_shard)
         ids = shard_batch(np.repeat(prompt_ids, copies, axis=0), compute.layout)  # [P, S+1]
         mask = shard_batch(np.repeat(prompt_mask, copies, axis=0), compute.layout)  # [P, S+1]
         prefix = prefill(self._weights, compute, ids, mask)
@@ -248,7 +248,7 @@ class Decoding(NamedTuple):
     token: jax.Array  # [B] int32, the newest token; at first the prompt's last token
     done: jax.Array  # [B] bool
     # By their names in Completions: completion_ids and sampling_logps [B, T], lengths [B], with
-    # filters cut_tokens [B], and with sampling.replay support [B, T, U].
+    # filters cut_tokens [B], and with record_support `support` [B, T, U].
     outputs: dict[str, jax.Array]
     prompt: Any  # KV of the prompts without their last token: of P prompts, or one per sequence
     prompt_mask: jax.Array  # [P or B, S] bool
@@ -278,7 +278,7 @@ def begin_decoding(
     [B] int32. width: tokens of the caches.
     """
     layout, B, T = compute.layout, sequence_ids.shape[0], stopping.max_length_sample
-    per_prompt = B // len(prompt_ids)
+    K = B // len(prompt_ids)
     *_, prefix_mask = split_prefix(prompt_ids, prompt_mask)
     outputs = {
         "completion_ids": jnp.full((B, T), stopping.pad_id, jnp.int32),
@@ -287,14 +287,14 @@ def begin_decoding(
     }
     if sampling.has_filters():
         outputs["cut_tokens"] = jnp.zeros(B, jnp.int32)
-    if sampling.replay:
+    if sampling.record_support:
         U = support_size(sampling, compute.model.vocab_size)
         outputs["support"] = jnp.full((B, T, U), -1, jnp.int32)
     per_sequence = {
         "sequence_ids": sequence_ids,
         "earlier_tokens": earlier_tokens,
-        "last_position": jnp.repeat(prompt_mask.sum(axis=1) - 1, per_prompt),
-        "token": jnp.repeat(prompt_ids[:, -1], per_prompt),
+        "last_position": jnp.repeat(prompt_mask.sum(axis=1) - 1, K),
+        "token": jnp.repeat(prompt_ids[:, -1], K),
         "done": earlier_tokens >= T,
         "outputs": outputs,
     }
@@ -353,7 +353,7 @@ def decode(
         }
         if sampling.has_filters():
             outputs["cut_tokens"] += drawn.was_cut & ~done
-        if sampling.replay:
+        if sampling.record_support:
             support = jnp.where(done[:, None], -1, drawn.support)
             outputs["support"] = outputs["support"].at[:, t].set(support)
         done = done | jnp.isin(token, jnp.array(stopping.stop_ids))

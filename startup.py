@@ -27,7 +27,7 @@ from chat import (
     check_messages,
     end_of_turn_id,
     has_system_message,
-    read_opening,
+    read_prefix_messages,
 )
 from config import Config
 from contracts import Backend, Environments
@@ -38,7 +38,7 @@ from infra.checkpoint import Progress
 from infra.chips import attribute_oom_to, has_bfloat16
 from infra.lifecycle import Lifecycle, evaluation_is_due
 from infra.log import RUNNING, RunLog, raise_if_not_writable, replace_file
-from infra.mistakes import Unwritable, UserMistake, exit_with_mistakes, import_side_file, writing
+from infra.mistakes import Unwritable, UserMistake, exit_with_mistakes, import_optional, writing
 from infra.reward_worker import RewardWorker, get_worker
 from infra.settings import REPO, to_text
 from infra.sizes import Sizes, derive_sizes, prompt_width
@@ -227,11 +227,11 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
         functions = rewards.load_reward_functions(
             cfg.reward_fn, cfg.reward_timeout_s, cfg.max_length_sample, cache, workers, cfg.dataset
         )
-    opening = read_opening(cfg.system_prompt)
+    prefix_messages = read_prefix_messages(cfg.system_prompt)
 
     folder, adapters, model, tokenizer = open_model(cfg)
     default = [{"role": "system", "content": rewards.SYSTEM_PROMPT}]
-    chat_format = ChatFormat(tokenizer, opening, default, kwargs=cfg.template_kwargs())
+    chat_format = ChatFormat(tokenizer, prefix_messages, default, kwargs=cfg.template_kwargs())
     stop_ids = find_stop_ids(folder, chat_format, model.vocab_size)
     stopping = Stopping(cfg.max_length_sample, stop_ids, pad_id=stop_ids[0])
     environments = open_environments(cfg, workers, chat_format, stop_ids)
@@ -269,7 +269,7 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
         functions=functions,
         reward_weights=reward_weights,
         environments=environments,
-        max_turns=cfg.turns(),
+        max_turns=cfg.max_turns_or_default(),
         global_length=cfg.global_length,
         max_prompt_width=S + 1,
         stop_signal=hosts.StopSignal(),
@@ -415,7 +415,7 @@ def note_untold_tags(run: Run) -> None:
             print(f"note: {count} of {len(prompts)} {split} prompts {reason}; {remedy}", flush=True)
 
 
-# ---- Doors: each side-file is only imported here ------------------------------------------------
+# ---- Optional modules, imported lazily and only here ---------------------------------------------
 
 
 def open_environments(
@@ -426,7 +426,7 @@ def open_environments(
     source = cfg.environment_class
     if not source:
         return None
-    turns = import_side_file("extras.turns", f"ENVIRONMENT_CLASS={source}")
+    turns = import_optional("extras.turns", f"ENVIRONMENT_CLASS={source}")
     file, _, name = source.rpartition(":")
     if not (file.endswith(".py") and name.isidentifier()):
         raise UserMistake(f"ENVIRONMENT_CLASS={source} is not file.py:Class")
@@ -449,7 +449,7 @@ def make_backend(run: Run) -> Backend:
 
 
 def open_sglang() -> ModuleType:
-    return import_side_file("extras.sglang", "ROLLOUT_BACKEND=sglang_jax")
+    return import_optional("extras.sglang", "ROLLOUT_BACKEND=sglang_jax")
 
 
 def with_kernel(cfg: Config, compute: ComputeConfig, device: jax.Device) -> ComputeConfig:
@@ -457,7 +457,7 @@ def with_kernel(cfg: Config, compute: ComputeConfig, device: jax.Device) -> Comp
     the model is too wide for the kernel."""
     if cfg.policy_loss_impl == "jax":
         return compute
-    loss_pallas = import_side_file("loss_pallas", f"POLICY_LOSS_IMPL={cfg.policy_loss_impl}")
+    loss_pallas = import_optional("loss_pallas", f"POLICY_LOSS_IMPL={cfg.policy_loss_impl}")
     try:
         loss_pallas.block_sizes(compute.model.hidden_size, 2, device.device_kind)
     except ValueError as error:  # loss_pallas.py imports no UserMistake
@@ -480,14 +480,14 @@ def with_teacher(run: Run) -> Run:
 
 
 def open_teacher(cfg: Config) -> ModuleType:
-    return import_side_file("extras.teacher", f"TEACHER_PATH={cfg.teacher_path}")
+    return import_optional("extras.teacher", f"TEACHER_PATH={cfg.teacher_path}")
 
 
 def open_reviewer(out: Path, log: RunLog) -> Callable[[str, str], dict[str, Any]]:
     """The function that writes a run's summary and report. Without extras/report.py it writes none,
     and a line of the log says so."""
     try:
-        return import_side_file("extras.report", "report.html").Reviewer(out, log).write
+        return import_optional("extras.report", "report.html").Reviewer(out, log).write
     except UserMistake:
         log.print_line("note: without extras/report.py the run has no report and no verdict")
         return lambda state, reason: {}
@@ -503,21 +503,21 @@ def open_trackers(cfg: Config) -> ModuleType | None:
         print("note: without extras/trackers.py W&B gets no records", flush=True)
         return None
     setting = f"REPORT_TO={cfg.report_to}" if cfg.report_to else f"WANDB_MODE={mode}"
-    trackers = import_side_file("extras.trackers", setting)
+    trackers = import_optional("extras.trackers", setting)
     if is_set:
         trackers.raise_if_unusable(cfg.report_to or "wandb", setting, mode)
     return trackers
 
 
 def open_hub(cfg: Config) -> ModuleType:
-    return import_side_file("extras.hub", f"PUSH_TO_HUB={cfg.push_to_hub}")
+    return import_optional("extras.hub", f"PUSH_TO_HUB={cfg.push_to_hub}")
 
 
 # ---- Settings as the modules take them -----------------------------------------------------------
 
 
 def make_sampling(cfg: Config) -> Sampling:
-    return Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, replay=cfg.replays())
+    return Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, cfg.loss_uses_support())
 
 
 def make_eval_sampling(cfg: Config) -> Sampling:
@@ -525,7 +525,7 @@ def make_eval_sampling(cfg: Config) -> Sampling:
     temperature = cfg.eval_temperature or (cfg.temperature if cfg.eval_samples > 1 else 0.0)
     if temperature == 0:
         return Sampling(temperature=0.0)
-    return make_sampling(cfg)._replace(temperature=temperature, replay=False)
+    return make_sampling(cfg)._replace(temperature=temperature, record_support=False)
 
 
 def make_learner(
@@ -536,7 +536,7 @@ def make_learner(
     chunk = CHUNK if compute.model.qwen35 else 1  # it divides LANES
     limits = RowLimits(
         shards=shards,
-        sequences_per_shard=sizes.micro_batch_size * processes // shards,
+        full_length_sequences_per_shard=sizes.micro_batch_size * processes // shards,
         completions_per_prompt=cfg.num_pre_q,
         max_length_sample=cfg.max_length_sample,
         longest_prompt_slots=S,
@@ -552,7 +552,7 @@ def make_learner(
         limits=limits,
         pad_id=pad_id,
         accumulates=sizes.grad_accum_steps > 1,
-        skips_zero_advantages=cfg.skips(),
+        skips_zero_advantages=cfg.skips_zero_advantages(),
     )
 
 

@@ -49,7 +49,7 @@ from evaluation import evaluate
 from infra.chips import exit_on_oom
 from infra.hosts import exiting_on_error
 from infra.log import Clock
-from infra.mistakes import UserMistake, import_side_file
+from infra.mistakes import UserMistake, import_optional
 from loss import group_advantages, top_entropy_mask
 from metrics import (
     PHASES,
@@ -134,7 +134,7 @@ def main(cfg: Config) -> None:
                 rounds.append(
                     gather_batch(prompts, completions, rewards, function_rewards, stop_ids)
                 )
-                clock.lap("shard")  # MLLM-JAX's name of this phase
+                clock.lap("gather")
             backend.release()
 
             # ---- Advantages: how much better each completion is than its group -------------------
@@ -259,9 +259,9 @@ if __name__ == "__main__":
             remedy = "for GRPO after it set MODEL_PATH to its export, and another OUTPUT_DIR"
             raise UserMistake(f"LOSS_TYPE=sft needs train_sft.py; {remedy}")
         if FLAGS.plan:
-            import_side_file("tools.plan", "--plan").plan_and_exit(CFG, FLAGS)
+            import_optional("tools.plan", "--plan").plan_and_exit(CFG, FLAGS)
         if answers := FLAGS.eval_only or FLAGS.ask:
-            ask = import_side_file("tools.ask", "--eval-only" if FLAGS.eval_only else "--ask")
+            ask = import_optional("tools.ask", "--eval-only" if FLAGS.eval_only else "--ask")
         print(*LINES, sep="\n", flush=True)
         if answers:
             ask.answer_command(CFG, FLAGS)

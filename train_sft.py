@@ -36,7 +36,7 @@ def customize_settings(settings: dict[str, Any], layers: dict[str, str]) -> list
         unread |= {"eval_samples", "eval_temperature", "reward_weights"}
     for name, field in fields.items():
         # The others in these groups are sizes and meshes, which a resumed run may change.
-        if field.metadata["group"] in ("rollout", "loss") and field.metadata["kept"]:
+        if field.metadata["group"] in ("rollout", "loss") and field.metadata["fixed_on_resume"]:
             unread.add(name)
     unread.remove("max_length_sample")
     fixed = {"loss_type": "sft", "num_pre_q": 1}
@@ -73,7 +73,7 @@ from evaluation import evaluate
 from infra.chips import exit_on_oom
 from infra.hosts import exiting_on_error
 from infra.log import Clock, RunLog
-from infra.mistakes import UserMistake, import_side_file
+from infra.mistakes import UserMistake, import_optional
 from metrics import escape_control_characters, memory_peaks, nonfinite_metric, shorten
 from model.params import Params, combine_params
 from optimizer import learning_rate
@@ -198,7 +198,7 @@ if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")  # it may lack a model's characters
     with exiting_on_error(), exit_on_oom(CFG):
         if FLAGS.plan:
-            import_side_file("tools.plan", "--plan").plan_and_exit(CFG, FLAGS)
+            import_optional("tools.plan", "--plan").plan_and_exit(CFG, FLAGS)
         if FLAGS.eval_only or FLAGS.ask:
             remedy = "set MODEL_PATH to the export for it, and choose another OUTPUT_DIR"
             raise UserMistake(f"--ask and --eval-only belong to train_grpo.py; {remedy}")

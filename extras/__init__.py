@@ -1,1 +1,1 @@
-"""Features behind doors: a plain run only uses the report."""
+"""Optional modules, imported lazily: a plain run only uses the report."""

@@ -478,9 +478,9 @@ def print_comparison(names: list[str], histories: list[History]) -> None:
     keys = [key for key in a | b if a.get(key) != b.get(key) and not key.startswith("run.")]
     differences = {key: f"{key} {a.get(key)} and {b.get(key)}" for key in keys}
     measures = [text for key, text in differences.items() if key in MEASURES]
-    a_made_with, b_made_with = (run.run_json.get("made_with", {}) for run in histories)
-    for key in a_made_with | b_made_with:
-        if key.startswith("the file of REWARD_FN") and a_made_with.get(key) != b_made_with.get(key):
+    first, second = (run.run_json.get("made_with", {}) for run in histories)  # the fingerprints
+    for key in first | second:
+        if key.startswith("the file of REWARD_FN") and first.get(key) != second.get(key):
             measures.append(key)
     if measures:
         print(f"note: the metrics of both runs are not comparable: {', '.join(measures)}")

@@ -42,7 +42,7 @@ SAVE_LIMIT_S = 1200  # the time in which all processes must have written a check
 class Progress:
     """Which run it is, and its progress; the record of a checkpoint has all of these values."""
 
-    made_with: dict[str, str] = field(default_factory=dict)  # all that its results follow from
+    made_with: dict[str, str] = field(default_factory=dict)  # the fingerprint of its results
     step: int = 0  # steps done
     rounds: int = 0  # rounds of sampling done; each takes the next prompts
     not_finite: int = 0  # steps in a row whose loss or gradient was not finite

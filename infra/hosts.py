@@ -25,7 +25,7 @@ from infra.chips import MEM_FRACTION, OUR_MEM_FRACTION
 from infra.mistakes import Unwritable, UserMistake
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-SILENCE_S = 30  # a process that is silent for so many seconds counts as dead
+HEARTBEAT_TIMEOUT_S = 30  # a process that is silent for so many seconds counts as dead
 # Errors of a write. Those of a file have its name; for a socket's the log is tried.
 OF_THE_LOG = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 # The number of processes, as jax, MaxText, MPIs, torchrun, Horovod and SkyPilot call it.
@@ -86,7 +86,7 @@ def join_processes(init_timeout_s: int) -> None:
     JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID name the processes. Without them
     the tasks of srun and the hosts of a TPU slice find each other. If they have not all joined
     after init_timeout_s, this process ends with exit code 1. If one falls silent later, jax ends
-    the others after SILENCE_S.
+    the others after HEARTBEAT_TIMEOUT_S.
     """
     env, this_process = os.environ, ""
     cluster: dict[str, Any] = {}  # arguments of jax.distributed.initialize
@@ -123,7 +123,9 @@ def join_processes(init_timeout_s: int) -> None:
     limit = end_after(init_timeout_s, 1, message)
     jax.config.update("jax_enable_preemption_service", False)  # SIGTERM is StopSignal's
     jax.distributed.initialize(
-        **cluster, initialization_timeout=init_timeout_s + 30, heartbeat_timeout_seconds=SILENCE_S
+        **cluster,
+        initialization_timeout=init_timeout_s + 30,
+        heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
     )
     limit.cancel()
 

@@ -57,12 +57,12 @@ def reading(mistake: str) -> Iterator[None]:
         raise UserMistake(f"{mistake}: {in_one_line(error)}") from None
 
 
-def import_side_file(module: str, setting: str) -> ModuleType:
-    """The module of a side-file, such as "extras.turns". setting: the setting or the flag that
+def import_optional(module: str, setting: str) -> ModuleType:
+    """An optional module, such as "extras.turns". setting: the setting or the flag that
     needs it, with its value.
 
     Raises UserMistake if the file or its folder is missing. All other errors of the import, such as
-    a package that the side-file needs and does not find, pass through unchanged.
+    a package that the module needs and does not find, pass through unchanged.
     """
     try:
         return importlib.import_module(module)

@@ -143,7 +143,7 @@ def read_run(out: Path) -> dict[str, Any]:
 def begin_or_resume(
     out: Path,
     checkpoints: Checkpoints,
-    made_with: dict[str, str],
+    fingerprint: dict[str, str],
     wanted: Any,
     *,
     resume: str,
@@ -152,7 +152,7 @@ def begin_or_resume(
     """The arrays and the progress with which a run begins; the arrays are None if it begins with
     the model.
 
-    checkpoints: of this run. made_with: all that the results follow from. wanted: shapes, dtypes
+    checkpoints: of this run. fingerprint: all that the results follow from. wanted: shapes, dtypes
     and shardings of the arrays. resume, steps: RESUME and STEPS. Raises UserMistake for a folder or
     a checkpoint of another run, and for a RESUME that names no checkpoint.
     """
@@ -168,7 +168,7 @@ def begin_or_resume(
             refuse(f"CHECKPOINT_DIR={checkpoints.folder} holds another")
         if steps < step:
             raise UserMistake(f"STEPS={steps}, but {step} steps are done already; raise it")
-        changes = describe_changes(record, made_with, f"step {step}")
+        changes = describe_changes(record, fingerprint, f"step {step}")
         if changes and saved_steps:
             raise UserMistake(
                 f"{changes}; set it back, or choose a new OUTPUT_DIR with "
@@ -186,7 +186,7 @@ def begin_or_resume(
     if run_json and not saved_steps:  # the same command begins the run again
         if run_json["has_saved"]:
             refuse(f"no checkpoint of it is in {checkpoints.folder} (CHECKPOINT_DIR)")
-        if changes := describe_changes(run_json, made_with, f"the run in {out}"):
+        if changes := describe_changes(run_json, fingerprint, f"the run in {out}"):
             raise UserMistake(f"{changes}; set it back, or choose a new OUTPUT_DIR")
         reason = "has records and no checkpoint: the run begins again, and replaces them"
         print(f"note: {folder} {reason}", flush=True)
@@ -194,7 +194,7 @@ def begin_or_resume(
     source, step = (checkpoints, None) if saved_steps else find_checkpoints(resume)
     run_id = run_json.get("run_id") or secrets.token_hex(4)
     if not source:
-        return None, Progress(made_with, run_id=run_id)
+        return None, Progress(fingerprint, run_id=run_id)
     restored = source.restore(wanted, validate, step)
     if not restored:
         raise UserMistake(f"RESUME={resume} is not the folder of a complete checkpoint")
@@ -203,7 +203,7 @@ def begin_or_resume(
     print(f"resumed after {progress.step} of {steps} steps", flush=True)
     if saved_steps:
         return arrays, progress
-    fork = Progress(made_with, progress.step, progress.rounds, progress.not_finite)
+    fork = Progress(fingerprint, progress.step, progress.rounds, progress.not_finite)
     return arrays, replace(fork, forked_from=f"{source.folder}/{progress.step}", run_id=run_id)
 
 
@@ -219,16 +219,16 @@ def find_checkpoints(resume: str) -> tuple[Checkpoints | None, int | None]:
     return Checkpoints(os.fspath(named), read_only=True), step
 
 
-def describe_changes(record: Mapping[str, Any], made_with: Mapping[str, str], subject: str) -> str:
+def describe_changes(record: Mapping[str, Any], fingerprint: dict[str, str], subject: str) -> str:
     """A line that names what has changed since the record, or "".
 
-    made_with: all that the results follow from, now. subject: of the line, such as "step 4".
+    fingerprint: all that the results follow from, now. subject: of the line, such as "step 4".
     """
     before = record["made_with"]
     changes = [
-        f"{key} was {before.get(key, 'not there')} and is {made_with.get(key, 'not there')}"
-        for key in {**before, **made_with}
-        if before.get(key) != made_with.get(key)
+        f"{key} was {before.get(key, 'not there')} and is {fingerprint.get(key, 'not there')}"
+        for key in {**before, **fingerprint}
+        if before.get(key) != fingerprint.get(key)
     ]
     text = f"{subject} was made with other settings or files: {'; '.join(changes[:5])}"
     return text if changes else ""

@@ -36,7 +36,7 @@ MESH = r"auto|(?!.*-1.*-1)(-1|[1-9]\d*)(,(-1|[1-9]\d*)){2}"
 # ---- Making settings -----------------------------------------------------------------------------
 
 
-def knob(
+def setting_field(
     group: str,
     default: Default,
     help: str,
@@ -44,7 +44,7 @@ def knob(
     yaml: str = "",
     choices: str = "",
     form: str = "",
-    kept: bool = True,
+    fixed_on_resume: bool = True,
     per_process: bool = False,
     **limits: float,
 ) -> Default:
@@ -52,14 +52,15 @@ def knob(
 
     group: the group in YAML. yaml: the name in that group; empty: the name of the field.
     choices: the allowed texts but the default, separated by |. form: a regular expression that
-    a text must match. kept: whether a resumed run must have the same value. per_process: whether
-    processes may have different values. limits: at_least, at_most, above, below; without a lower
-    limit a number is at least 0.
+    a text must match. fixed_on_resume: whether a resumed run must have the same value. per_process:
+    whether processes may have different values. limits: at_least, at_most, above, below; without a
+    lower limit a number is at least 0.
     """
     if not {"at_least", "above"} & limits.keys():
         limits["at_least"] = 0
     metadata: dict[str, object] = {"group": group, "help": help, "yaml": yaml, "form": form}
-    metadata |= {"choices": choices, "kept": kept, "per_process": per_process, "limits": limits}
+    metadata |= {"choices": choices, "per_process": per_process, "limits": limits}
+    metadata["fixed_on_resume"] = fixed_on_resume
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -119,7 +120,7 @@ def read_env(env: Mapping[str, str], config: type, mistakes: list[str]) -> dict[
 def read_yaml(path: str | Path, config: type, mistakes: list[str]) -> dict[str, Any]:
     """The settings in a YAML file, {attribute: value}; adds lines to `mistakes`.
 
-    A key is group.name, or a name inside a group. config: a dataclass of `knob` fields.
+    A key is group.name, or a name inside a group. config: a dataclass of `setting_field` fields.
     Raises UserMistake if the file cannot be read as such keys.
     """
     import yaml  # the machine from which run_tpu.sh starts a run may not have it

@@ -56,7 +56,7 @@ class Sizes(NamedTuple):
     updates_per_step: int = 1  # NUM_MINI_BATCHES * PPO_EPOCHS
 
     def to_line(self) -> str:
-        """The line that people parse."""
+        """A stable line of the log, which scripts parse."""
         return (
             f"local_batch={self.local_batch} global_batch={self.global_batch} "
             f"rollout.prompt_batch_size={self.prompt_batch_size} "
@@ -181,14 +181,16 @@ def suggest_smaller_size(
     return "Use more devices, or a lower MAX_LENGTH_SAMPLE or MAX_PROMPT_LENGTH"
 
 
-def fewest_prompts(num_pre_q: int, local_devices: int) -> int:
+def fewest_prompts(completions_per_prompt: int, local_devices: int) -> int:
     """The fewest prompts whose sequences divide evenly among the devices."""
-    return local_devices // math.gcd(local_devices, num_pre_q)
+    return local_devices // math.gcd(local_devices, completions_per_prompt)
 
 
-def eval_questions(sizes: Sizes, num_pre_q: int, eval_samples: int, local_devices: int) -> int:
+def eval_questions(
+    sizes: Sizes, completions_per_prompt: int, eval_samples: int, local_devices: int
+) -> int:
     """Questions per evaluation pass per process, with about as many sequences as a rollout pass."""
-    sequences = sizes.prompt_batch_size * num_pre_q
+    sequences = sizes.prompt_batch_size * completions_per_prompt
     return local_devices * max(1, sequences // (eval_samples * local_devices))
 
 
@@ -265,6 +267,6 @@ def turn_width(longest: int, limit: int) -> int:
     return limit if longest <= limit < width else width
 
 
-def prompt_share(num_pre_q: int, sequences_per_shard: int) -> int:
-    """`share`: the number of consecutive sequences of a shard that have the same prompt."""
-    return math.gcd(num_pre_q, sequences_per_shard)
+def completions_per_prompt_in_shard(completions_per_prompt: int, sequences_per_shard: int) -> int:
+    """The number of consecutive sequences of a shard that have the same prompt."""
+    return math.gcd(completions_per_prompt, sequences_per_shard)

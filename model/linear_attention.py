@@ -152,40 +152,40 @@ def linear_attention(
     return out[:, missing:], State(x[:, 1 - sizes.taps :], delta)
 
 
-class Walk(NamedTuple):
+class ChunkOrder(NamedTuple):
     """The order in which the loop takes the n chunks of each row."""
 
-    order: jax.Array  # [X, n] int32, the chunk at each step; chunks of padding come last
+    indices: jax.Array  # [X, n] int32, the chunk at each step; chunks of padding come last
     is_prompt: jax.Array  # [X, n] bool: the chunk holds tokens of a prompt
     is_first: jax.Array  # [X, n] bool: the first chunk of a prompt, or of completions without one
     prompt_end: jax.Array  # [X, n] int32, of completions the step of their prompt's end; else -1
     distance: jax.Array  # [X, n, c] int32, slots between a token and the first of its sequence
 
 
-def _walk(segment_ids: jax.Array, distance: jax.Array, S: int) -> Walk:
+def _chunk_order(segment_ids: jax.Array, distance: jax.Array, S: int) -> ChunkOrder:
     """segment_ids, distance: [X, t] int32. S: slots for prompts."""
     X, t = segment_ids.shape
     number = segment_ids.reshape(X, -1, CHUNK).max(
         axis=2
     )  # [X, n], of the chunk's prompt; -1: padding
-    order = jnp.argsort(jnp.where(number < 0, t, number), axis=1, stable=True)
-    number = jnp.take_along_axis(number, order, axis=1)
+    indices = jnp.argsort(jnp.where(number < 0, t, number), axis=1, stable=True)
+    number = jnp.take_along_axis(number, indices, axis=1)
     before = jnp.pad(number, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
-    is_prompt = (order * CHUNK < S) & (number >= 0)
+    is_prompt = (indices * CHUNK < S) & (number >= 0)
     last = jax.lax.cummax(jnp.where(is_prompt, jnp.arange(t // CHUNK), -1), axis=1)
     has_prompt = jnp.take_along_axis(number, jnp.maximum(last, 0), axis=1) == number
-    return Walk(
-        order,
+    return ChunkOrder(
+        indices,
         is_prompt,
         is_first=(number >= 0) & (number != before),
         prompt_end=jnp.where(has_prompt & ~is_prompt, last, -1),
-        distance=_take_chunks(distance.reshape(X, -1, CHUNK), order),
+        distance=_take_chunks(distance.reshape(X, -1, CHUNK), indices),
     )
 
 
-def _take_chunks(chunks: jax.Array, order: jax.Array) -> jax.Array:
-    """The chunks [X, n, ...] in an order [X, n] of each row."""
-    return jax.vmap(lambda x, indices: x[indices])(chunks, order)
+def _take_chunks(chunks: jax.Array, indices: jax.Array) -> jax.Array:
+    """The chunks [X, n, ...] in the order of indices [X, n] of each row."""
+    return jax.vmap(lambda x, i: x[i])(chunks, indices)
 
 
 def _rows_of_device(
@@ -200,36 +200,36 @@ def _rows_of_device(
 ) -> tuple[jax.Array, jax.Array]:
     """The outputs [X, t, N*M, dv] of the rows and heads of a device, and the state at the end of
     the last prompt [X, N*M, dk, dv], both float32. t and S are multiples of CHUNK."""
-    (X, t), walk = segment_ids.shape, _walk(segment_ids, distance, S)
+    (X, t), order = segment_ids.shape, _chunk_order(segment_ids, distance, S)
 
     def reorder(x: jax.Array) -> jax.Array:
         """x [X, t, ...] as [X, n, c, ...]."""
-        return _take_chunks(x.reshape(X, -1, CHUNK, *x.shape[2:]), walk.order)
+        return _take_chunks(x.reshape(X, -1, CHUNK, *x.shape[2:]), order.indices)
 
     pairs = zip(channels, taps, strict=True)
-    q, k, v = _heads((_convolve(reorder(x), w, walk) for x, w in pairs), sizes)
+    q, k, v = _heads((_convolve(reorder(x), w, order) for x, w in pairs), sizes)
     N = q.shape[3]
 
     def split_heads(x: jax.Array) -> jax.Array:
         """x [X, n, c, heads, ...] as [n, X, N, 1 or M, c, ...]."""
         return jnp.moveaxis(x.reshape(*x.shape[:3], N, -1, *x.shape[4:]), (1, 2), (0, 4))
 
-    out, end = _delta_rule([split_heads(x) for x in (q, k, v, reorder(g), reorder(beta))], walk)
+    out, end = _delta_rule([split_heads(x) for x in (q, k, v, reorder(g), reorder(beta))], order)
     out = jnp.moveaxis(out, (0, 4), (1, 2)).reshape(X, -1, CHUNK, *v.shape[3:])
-    out = _take_chunks(out, jnp.argsort(walk.order, axis=1))
+    out = _take_chunks(out, jnp.argsort(order.indices, axis=1))
     return out.reshape(X, t, *v.shape[3:]), end.reshape(X, -1, *end.shape[3:])
 
 
-def _convolve(x: jax.Array, weights: jax.Array, walk: Walk) -> jax.Array:
+def _convolve(x: jax.Array, weights: jax.Array, order: ChunkOrder) -> jax.Array:
     """silu of the causal convolution of each channel, float32. x: [X, n, c, channels], in the order
-    of the walk. weights: [channels, taps]."""
+    of the loop. weights: [channels, taps]."""
     x, weights = x.astype(jnp.float32), weights.astype(jnp.float32)
     c, taps = x.shape[2], weights.shape[1]
     tails = x[:, :, 1 - taps :]  # [X, n, taps-1, channels], the end of each chunk
     before = jnp.pad(tails, ((0, 0), (1, 0), (0, 0), (0, 0)))[:, :-1]
-    before = jnp.where(walk.is_first[..., None, None], 0, before)
-    prompt_tails = _take_chunks(tails, jnp.maximum(walk.prompt_end, 0))
-    prompt_tails = jnp.where(walk.prompt_end[..., None, None] < 0, 0, prompt_tails)
+    before = jnp.where(order.is_first[..., None, None], 0, before)
+    prompt_tails = _take_chunks(tails, jnp.maximum(order.prompt_end, 0))
+    prompt_tails = jnp.where(order.prompt_end[..., None, None] < 0, 0, prompt_tails)
     x, total = jnp.concatenate([before, x], axis=2), jnp.zeros((), jnp.float32)
     for tap in range(taps):
         source = x[:, :, tap : tap + c]  # the token that is taps-1-tap slots before
@@ -237,17 +237,17 @@ def _convolve(x: jax.Array, weights: jax.Array, walk: Walk) -> jax.Array:
             taps - 1 - tap
         ):  # the source is before the first token of its sequence
             at_end = prompt_tails[:, :, tap + distance, None]
-            source = jnp.where((walk.distance == distance)[..., None], at_end, source)
+            source = jnp.where((order.distance == distance)[..., None], at_end, source)
         total = total + source * weights[:, tap]
     return jax.nn.silu(total)
 
 
-def _delta_rule(inputs: list[jax.Array], walk: Walk) -> tuple[jax.Array, jax.Array]:
+def _delta_rule(inputs: list[jax.Array], order: ChunkOrder) -> tuple[jax.Array, jax.Array]:
     """The outputs [n, X, N, M, c, dv], and the state at the end of the last prompt [X, N, M, dk,
     dv].
 
     inputs: q and k [n, X, N, 1, c, dk], v [n, X, N, M, c, dv], g and beta [n, X, N, M, c], all
-    float32 and in the order of the walk. Backward keeps them and the states before each chunk, and
+    float32 and in the order of the loop. Backward keeps them and the states before each chunk, and
     computes the rest again.
     """
     (*_, dk), (_, X, N, M, c, dv) = inputs[1].shape, inputs[2].shape
@@ -282,9 +282,9 @@ def _delta_rule(inputs: list[jax.Array], walk: Walk) -> tuple[jax.Array, jax.Arr
         state = state + matmul_float32(k.swapaxes(-1, -2), corrections)
         return (state, jnp.where(is_prompt, state, end)), out
 
-    flags = [x.T[..., None, None, None, None] for x in (walk.is_prompt, walk.is_first)]
+    flags = [x.T[..., None, None, None, None] for x in (order.is_prompt, order.is_first)]
     empty = jnp.zeros((X, N, M, dk, dv), jnp.float32)
-    chunks = *inputs, *flags, walk.distance.swapaxes(0, 1)
+    chunks = *inputs, *flags, order.distance.swapaxes(0, 1)
     (_, end), out = jax.lax.scan(scan_chunk, (empty, empty), chunks)
     return out, end
 

@@ -102,7 +102,7 @@ def forward(
         window = _window(model, variant)
         visible = rows if window is None else rows.with_window(positions, window)
         out = attend(q, kv, visible, layout)
-        return _after_attention(x, out, w, compute, gate), kv
+        return _output_proj_and_mlp(x, out, w, compute, gate), kv
 
     def linear_layer(x: jax.Array, w: LayerWeights) -> tuple[jax.Array, State]:
         attend = functools.partial(linear_attention, rows=rows, layout=layout)
@@ -162,7 +162,7 @@ def forward_token(
             prompt=select_layer(cache.prompt, i), completion=select_layer(completion, i)
         )
         out = cached_attention(q, layer_cache, compute.layout, _window(compute.model, variant))
-        return _after_attention(x, out, w, compute, gate), completion
+        return _output_proj_and_mlp(x, out, w, compute, gate), completion
 
     carry = _embed(params.embed, token[:, None], compute), cache.completion
     if isinstance(params.layers, Layers):
@@ -255,7 +255,7 @@ def _linear_layer(
     qkv, z, a, b = exchange(projected, layout)
     out, state = attend(qkv, a, b, w.base, model.qwen35)
     out = gated_norm(out, z, w.base.out_norm, model.rms_norm_eps)
-    return _after_attention(x, out, w, compute), state
+    return _output_proj_and_mlp(x, out, w, compute), state
 
 
 def _qkv(
@@ -282,7 +282,7 @@ def _qkv(
     return q, KV(k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)), gate
 
 
-def _after_attention(
+def _output_proj_and_mlp(
     x: jax.Array,
     out: jax.Array,
     w: LayerWeights,

@@ -24,7 +24,7 @@ class Sampling(NamedTuple):
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    replay: bool = False  # the support of each token is recorded for the loss; with filters only
+    record_support: bool = False  # of each token, for the loss; needs filters
 
     def has_filters(self) -> bool:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
@@ -45,11 +45,11 @@ def draw_tokens(keys: jax.Array, logits: jax.Array, sampling: Sampling) -> Drawn
     keys: [B]. logits: [B, V] float32.
     """
     if sampling.has_filters():
-        kept, ids, was_cut = _support(logits / sampling.temperature, sampling)
-        slot = jax.vmap(jax.random.categorical)(keys, kept)[:, None]  # [B, 1]
-        token, chosen = (jnp.take_along_axis(x, slot, axis=-1)[:, 0] for x in (ids, kept))
-        logp = chosen - jax.nn.logsumexp(kept, axis=-1)
-        return Drawn(token, logp, jnp.where(kept > MASKED, ids, -1), was_cut)
+        support_logits, ids, was_cut = _support(logits / sampling.temperature, sampling)
+        slot = jax.vmap(jax.random.categorical)(keys, support_logits)[:, None]  # [B, 1]
+        token, chosen = (jnp.take_along_axis(x, slot, axis=-1)[:, 0] for x in (ids, support_logits))
+        logp = chosen - jax.nn.logsumexp(support_logits, axis=-1)
+        return Drawn(token, logp, jnp.where(support_logits > MASKED, ids, -1), was_cut)
     if sampling.temperature == 0:
         token, logsumexp = jnp.argmax(logits, axis=-1), jax.nn.logsumexp(logits, axis=-1)
     else:

@@ -16,7 +16,7 @@ import numpy as np
 
 from infra.chips import CHIPS, chip_of, has_bfloat16, usable_memory_bytes
 from infra.mistakes import UserMistake
-from infra.sizes import Sizes, prompt_share
+from infra.sizes import Sizes, completions_per_prompt_in_shard
 from model.layout import (
     ROLLOUT_BATCH_AXES,
     TRAIN_BATCH_AXES,
@@ -92,7 +92,7 @@ def plan_compute(
     layout = Layout(mesh, TRAIN_BATCH_AXES)
     processes, T = len(devices) // devices_per_process(devices), cfg.max_length_sample
     sequences = sizes.micro_batch_size * processes // layout.batch_shards  # of the widest row
-    prompts = sequences // prompt_share(cfg.num_pre_q, sequences)
+    prompts = sequences // completions_per_prompt_in_shard(cfg.num_pre_q, sequences)
     chunk = CHUNK if model.qwen35 else 1  # as in RowLimits.widest
     tokens = [prompts * -(-n // chunk) * chunk for n in (S, sequences // prompts * T)]
     row_tokens = sum(-(-n // LANES) * LANES for n in tokens)

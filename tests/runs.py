@@ -72,7 +72,7 @@ def start(
     unless `env` says otherwise.
 
     changes: what a script first does to the imported module train_grpo. SWITCHED_OFF in `env` names
-    methods of Config, such as `drops_ended skips`, each of which then returns False.
+    methods of Config, such as `drops_ended`, each of which then returns False.
     """
     out.mkdir(parents=True, exist_ok=True)
     recorder = out.parent / "recorder.py"

@@ -35,8 +35,8 @@ ROOMS = {
     "recipes": {"infra", "model", "", "recipes", "tiny"},
     "tiny": {"infra", "model", "", "tiny"},
 }
-# The doors: the only imports of side-files, each within a function or for a flag.
-DOORS = {
+# The only imports of optional modules, each within a function or for a flag.
+OPTIONAL_IMPORTS = {
     "startup": {f"extras.{name}" for name in "hub report sglang teacher trackers turns".split()},
     "train_grpo": {"tools.plan", "tools.ask"},
     "train_sft": {"tools.plan"},
@@ -89,14 +89,14 @@ def code() -> dict[str, Path]:
 
 
 def imported(file: Path) -> set[str]:
-    """The modules of this project that a file imports, for annotations and by import_side_file,
+    """The modules of this project that a file imports, for annotations and by import_optional,
     too."""
     names = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import | ast.ImportFrom):
             from_module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             names |= {from_module + alias.name for alias in node.names} | {from_module[:-1]}
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "import_side_file":
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "import_optional":
             names.add(node.args[0].value)
     return names & code().keys()
 
@@ -108,13 +108,13 @@ def room(module: str) -> str:
 @pytest.mark.parametrize("module", code())
 def test_a_file_imports_only_from_its_room_and_the_rooms_below(module: str) -> None:
     above = {name for name in imported(code()[module]) if room(name) not in ROOMS[room(module)]}
-    assert above == DOORS.get(module, set())
+    assert above == OPTIONAL_IMPORTS.get(module, set())
 
 
 def test_imports_have_no_circles() -> None:
     graph = {name: imported(file) for name, file in code().items()}
     for script in ("train_grpo", "train_sft"):
-        graph[script] -= DOORS[script]
+        graph[script] -= OPTIONAL_IMPORTS[script]
     graphlib.TopologicalSorter(graph).prepare()  # it raises CycleError
 
 

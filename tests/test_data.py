@@ -14,7 +14,7 @@ import pytest
 from test_hf import refused
 from tokenizers.processors import TemplateProcessing
 
-from chat import ChatFormat, end_of_turn_id, open_think_tag, read_opening
+from chat import ChatFormat, end_of_turn_id, open_think_tag, read_prefix_messages
 from config import Config
 from data import Prompt, batch_indices, build_prompts, drop_long_prompts, load_examples
 from fingerprint import json_digest
@@ -350,26 +350,26 @@ def test_a_system_prompt_is_a_text_unless_it_is_a_file_or_a_word_that_ends_as_on
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for text in ("and/or", "</think>", "Read it in notes.txt", "c.py", ""):
-        assert read_opening(text) == ([system(text)] if text else [])
+        assert read_prefix_messages(text) == ([system(text)] if text else [])
     for name in ("none.txt", "prompts/none.md", "~/none.jinja"):
         message = f"SYSTEM_PROMPT={name} cannot be read: FileNotFoundError: "
-        refused(lambda name=name: read_opening(name), message)
+        refused(lambda name=name: read_prefix_messages(name), message)
     (tmp_path / "and").mkdir()
     (tmp_path / "and" / "or").write_text("Think.")
-    assert read_opening("and/or") == [system("Think.")]
+    assert read_prefix_messages("and/or") == [system("Think.")]
 
 
 def test_texts_of_files_have_no_byte_order_mark_and_are_utf_8(tmp_path: Path) -> None:
     prompt, template = tmp_path / "a.txt", tmp_path / "a.jinja"
     prompt.write_bytes("\ufeffThink é.\r\n".encode())
-    assert read_opening(str(prompt)) == [system("Think é.\n")]
+    assert read_prefix_messages(str(prompt)) == [system("Think é.\n")]
     template.write_bytes("\ufeff{{ messages[1].content }}".encode())
     tokenizer = hf.load_tokenizer(ROOT / "tiny", str(template))
     assert tokenizer.chat_template == "{{ messages[1].content }}"
     for file in (prompt, template):
         file.write_bytes("Zoë".encode("latin-1"))
     message = f"SYSTEM_PROMPT={prompt} cannot be read: UnicodeDecodeError: "
-    refused(lambda: read_opening(str(prompt)), message)
+    refused(lambda: read_prefix_messages(str(prompt)), message)
     message = f"CHAT_TEMPLATE={template} cannot be read: UnicodeDecodeError: "
     refused(lambda: hf.load_tokenizer(ROOT / "tiny", str(template)), message)
     refused(lambda: hf.load_tokenizer(ROOT / "tiny", str(tmp_path)), "cannot be read: IsADirectory")
@@ -478,7 +478,9 @@ def assistant(text: str) -> dict[str, str]:
 def prompts_of(file: Path, system_prompt: str, *columns: str) -> list[list[int]]:
     """The token ids of the prompts of the split train of a file."""
     chat_format = ChatFormat(
-        hf.load_tokenizer(ROOT / "tiny"), read_opening(system_prompt), [system("By default.")]
+        hf.load_tokenizer(ROOT / "tiny"),
+        read_prefix_messages(system_prompt),
+        [system("By default.")],
     )
     prompts = build_prompts(load_examples(str(file), "", "train", *columns), chat_format)
     return [prompt.ids for prompt in prompts]
@@ -542,11 +544,13 @@ SYSTEM_CASES = [  # SYSTEM_PROMPT's messages, the question, and the messages tha
 ]
 
 
-@pytest.mark.parametrize("opening, question, rendered", SYSTEM_CASES)
+@pytest.mark.parametrize("prefix_messages, question, rendered", SYSTEM_CASES)
 def test_a_system_message_of_the_data_wins_and_messages_get_no_default_one(
-    opening: list, question: object, rendered: list
+    prefix_messages: list, question: object, rendered: list
 ) -> None:
-    chat_format = ChatFormat(hf.load_tokenizer(ROOT / "tiny"), opening, [system("By default.")])
+    chat_format = ChatFormat(
+        hf.load_tokenizer(ROOT / "tiny"), prefix_messages, [system("By default.")]
+    )
     example = {"question": "2+2?"} | ({"prompts": question} if isinstance(question, list) else {})
     assert chat_format.messages_of(example) == rendered
 
@@ -556,9 +560,9 @@ def test_without_a_system_role_the_system_message_stands_in_front_of_the_first_q
     tokenizer.chat_template = (
         "{% for m in messages if m.role != 'system' %}{{ m.content }}|{% endfor %}"
     )
-    opening = [system("Set."), user("1+1?"), assistant("2")]
+    prefix_messages = [system("Set."), user("1+1?"), assistant("2")]
     examples = [{"question": "2+2?"}, {"question": "5?", "prompts": [system("Data."), user("5?")]}]
-    prompts = build_prompts(examples, ChatFormat(tokenizer, opening))
+    prompts = build_prompts(examples, ChatFormat(tokenizer, prefix_messages))
     texts = ["Set.\n\n1+1?|2|2+2?|", "Data.\n\n1+1?|2|5?|"]
     assert [tokenizer.decode(prompt.ids) for prompt in prompts] == texts
 
@@ -609,7 +613,7 @@ def test_messages_of_a_file_stand_in_front_of_a_question_as_worked_examples(tmp_
     file = tmp_path / "examples.json"
     messages = [system("Add."), user("1+1?"), assistant("2")]
     file.write_text(json.dumps(messages))
-    assert read_opening(str(file)) == messages
+    assert read_prefix_messages(str(file)) == messages
     for text, words in (
         ("[", "is not JSON: JSONDecodeError"),
         ("{}", "is not a JSON list of messages"),
@@ -617,7 +621,7 @@ def test_messages_of_a_file_stand_in_front_of_a_question_as_worked_examples(tmp_
         (json.dumps(["Add."]), "message 1 is 'Add.', and not"),
     ):
         file.write_text(text)
-        refused(lambda: read_opening(str(file)), f"SYSTEM_PROMPT={file}", words)
+        refused(lambda: read_prefix_messages(str(file)), f"SYSTEM_PROMPT={file}", words)
 
 
 # It treats enable_thinking as the template of Qwen3 does, and has a tag of transformers.

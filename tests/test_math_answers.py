@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from runs import REPO
 
-from chat import read_opening
+from chat import read_prefix_messages
 from config import Config
 from data import load_examples
 from evaluation import majority_accuracy
@@ -158,7 +158,9 @@ def test_the_command_that_is_printed_trains_on_the_easy_questions(tmp_path: Path
     assert (python, script) == ("python", "train_grpo.py")
     cfg = Config.from_env(dict(setting.split("=", 1) for setting in settings))
     assert cfg.reward_fn == f"{FILE}:math_correct"
-    assert [message["role"] for message in read_opening(cfg.system_prompt)][-1] == "assistant"
+    assert [message["role"] for message in read_prefix_messages(cfg.system_prompt)][
+        -1
+    ] == "assistant"
     examples = load_examples(cfg.dataset, "", "train", cfg.question_column, cfg.answer_column)
     assert len(examples) == 160
 

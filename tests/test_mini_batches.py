@@ -116,7 +116,7 @@ def test_a_step_of_one_update_computes_no_log_probabilities_before_it(monkeypatc
 def test_a_run_skips_only_where_the_advantage_is_all_that_counts(
     settings: str, skips: bool
 ) -> None:
-    assert Config.from_env(environment(settings)).skips() is skips
+    assert Config.from_env(environment(settings)).skips_zero_advantages() is skips
 
 
 def test_a_sequence_whose_log_probabilities_are_not_finite_is_computed() -> None:

@@ -1,7 +1,7 @@
 """A mistake of a user ends in one line that names the setting or file, and in exit code 2.
 
 The tests of each module have the mistakes in its files; here are those that only a start finds, and
-the line about a side-file that was deleted.
+the line about an optional file that was deleted.
 """
 
 import json
@@ -15,7 +15,7 @@ from small_model import FAMILIES, tensors, write_config
 
 import data
 from config import Config
-from infra.mistakes import UserMistake, import_side_file, reading
+from infra.mistakes import UserMistake, import_optional, reading
 from model import hf
 from startup import set_up
 
@@ -320,10 +320,10 @@ def test_a_reward_that_fails_ends_a_run_which_first_saves_the_steps_before(
     assert [file.name for file in (run.out / "checkpoints").glob("[0-9]*")] == saved
 
 
-# ---- Side-files ----------------------------------------------------------------------------------
+# ---- Optional files ------------------------------------------------------------------------------
 
-# Its text, and the error of its import. tests/test_doors.py deletes those of the project.
-SIDE_FILES = {
+# Its text, and the error of its import. tests/test_optional.py deletes those of the project.
+OPTIONAL_FILES = {
     "no_such_folder/deleted.py": (None, UserMistake),
     "rooms/needs_a_package.py": ("import no_such_package\n", ModuleNotFoundError),
     "rooms/needs_a_deleted_file.py": ("import rooms.deleted\n", ModuleNotFoundError),
@@ -331,17 +331,17 @@ SIDE_FILES = {
 }
 
 
-@pytest.mark.parametrize("file", SIDE_FILES)
-def test_only_a_side_file_that_is_missing_is_a_mistake_of_the_setting_that_needs_it(
+@pytest.mark.parametrize("file", OPTIONAL_FILES)
+def test_only_an_optional_file_that_is_missing_is_a_mistake_of_the_setting_that_needs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
-    text, kind = SIDE_FILES[file]
+    text, kind = OPTIONAL_FILES[file]
     (tmp_path / "rooms").mkdir()
     if text:
         (tmp_path / file).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(kind) as error:
-        import_side_file(file.removesuffix(".py").replace("/", "."), "ENVIRONMENT_CLASS=x")
+        import_optional(file.removesuffix(".py").replace("/", "."), "ENVIRONMENT_CLASS=x")
     assert type(error.value) is kind
     line = f"ENVIRONMENT_CLASS=x needs {file}, which is not in this folder; "
     line += "restore it, or leave ENVIRONMENT_CLASS out"

@@ -36,8 +36,8 @@ from model.layout import ROLLOUT_BATCH_AXES, TRAIN_BATCH_AXES, Layout, make_mesh
 from model.network import (
     ComputeConfig,
     LayerWeights,
-    _after_attention,
     _embed,
+    _output_proj_and_mlp,
     forward,
     forward_token,
     split_prefix,
@@ -405,7 +405,9 @@ def test_bfloat16_does_not_round_the_multiplier_of_what_a_layer_adds() -> None:
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], jnp.bfloat16), PARAMS.layers)
     w = LayerWeights(dataclasses.replace(zeros, wo=zeros.wo.at[0, 0].set(1)), None)
     out = jnp.full((1, 1, 32), 1008, jnp.bfloat16)
-    x = _after_attention(jnp.zeros((1, 16), jnp.bfloat16), out, w, BFLOAT16._replace(model=model))
+    x = _output_proj_and_mlp(
+        jnp.zeros((1, 16), jnp.bfloat16), out, w, BFLOAT16._replace(model=model)
+    )
     assert x[0, 0] == 222
 
 

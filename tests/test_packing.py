@@ -24,7 +24,7 @@ def limits(**changes: int) -> RowLimits:
     """Of one device with micro-batches of 4 sequences."""
     given = {
         "shards": 1,
-        "sequences_per_shard": 4,
+        "full_length_sequences_per_shard": 4,
         "completions_per_prompt": 4,
         "max_length_sample": 16,
     }
@@ -54,7 +54,7 @@ def test_rows_by_hand() -> None:
     rows = [[[0, 1, 2]], [[3, *third]], [second], [fourth]]
     assert plan_rows(batch, range(16), given) == (rows, RowShape(S=128, C=256, Q=32))
     # 8 sequences have 128 places for prompts and 1024 for completions.
-    wider = given._replace(sequences_per_shard=8)
+    wider = given._replace(full_length_sequences_per_shard=8)
     assert wider.widest() == RowShape(S=128, C=1024, Q=64)
     assert plan_rows(batch, range(8), wider) == ([[first + second]], RowShape(S=128, C=768, Q=64))
     both = [first + third, second + fourth]
@@ -161,22 +161,27 @@ def test_a_prompt_longer_than_all_questions_has_the_rows_of_a_run_that_knew_of_i
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"unit": 128}, {"shards": 2, "sequences_per_shard": 16}], ids=str
+    "changes", [{}, {"unit": 128}, {"shards": 2, "full_length_sequences_per_shard": 16}], ids=str
 )
 def test_a_row_has_at_most_the_places_of_the_longest_sequences_of_a_micro_step(
     changes: dict[str, int],
 ) -> None:
     given = limits(
-        **{"sequences_per_shard": 8, "max_length_sample": 120, "longest_prompt_slots": 60} | changes
+        **{
+            "full_length_sequences_per_shard": 8,
+            "max_length_sample": 120,
+            "longest_prompt_slots": 60,
+        }
+        | changes
     )
     most = given.widest().S + given.widest().C
     if given.unit == 1:
-        assert most == given.sequences_per_shard // 4 * (60 + 4 * 120)
+        assert most == given.full_length_sequences_per_shard // 4 * (60 + 4 * 120)
     for seed in range(10):
         steps, at = plan_rows(geometric(60, 120, 8, 4, seed), range(32), given)
         assert at.S + at.C <= most
         assert at.S % given.unit == at.C % given.unit == 0
-        if given.shards * given.sequences_per_shard == 32:
+        if given.shards * given.full_length_sequences_per_shard == 32:
             assert len(steps) == 1, "an update of one micro-step stays one"
 
 
@@ -194,7 +199,7 @@ def test_rows_of_real_lengths_are_full_and_have_few_widths(
 ) -> None:
     """8 completions of each prompt, in 40 steps."""
     changes = {
-        "sequences_per_shard": micro,
+        "full_length_sequences_per_shard": micro,
         "completions_per_prompt": 8,
         "max_length_sample": longest,
     }

@@ -46,12 +46,12 @@ def test_every_settings_of_an_objective_is_accepted() -> None:
         config.Config.from_env({"MODEL_PATH": "m", "STEPS": "100", **env})
 
 
-def test_the_files_of_the_evening_and_of_the_next_day_are_those_of_the_code() -> None:
-    """The evening has ten files."""
-    section = README.partition("## Tonight, tomorrow")[2].partition("\n| unit")[0]
-    evening, tomorrow, never = section.split("\n* ")[1:]
-    named = {text: re.findall(r"`([\w/]+\.py|\w+/)`", text) for text in (evening, tomorrow, never)}
-    assert len(named[evening]) == 10
+def test_the_files_of_the_reading_order_are_those_of_the_code() -> None:
+    """The algorithm has ten files."""
+    section = README.partition("## Reading order")[2].partition("\n| unit")[0]
+    first, then, if_needed = section.split("\n* ")[1:]
+    named = {text: re.findall(r"`([\w/]+\.py|\w+/)`", text) for text in (first, then, if_needed)}
+    assert len(named[first]) == 10
     everything = sum(named.values(), [])
     assert [name for name in everything if not (REPO / name).exists()] == []
     assert {"infra/", "extras/", "tools/", "model/"} <= {*everything}
@@ -71,9 +71,9 @@ def test_the_examples_of_the_units_are_the_sizes_of_these_settings() -> None:
     sizes = derive_sizes(config.Config.from_env(env | {"MODEL_PATH": "m"}), 1, 1)
     assert (sizes.global_batch, sizes.updates_per_step, sizes.passes_per_step) == (128, 4, 4)
     assert sizes.global_batch // 2 == 64 and sizes.grad_accum_steps == 4
-    rows = table(README, "Tonight, tomorrow, and never unless you need it")
+    rows = table(README, "Reading order")
     examples = {unit: example for unit, _, example in rows}
-    assert len(examples) == 10
+    assert len(examples) == 9
     assert examples["step"] == "128 sequences (prompt and completion), 4 updates"
     assert examples["pass"] == "BATCH_SIZE=4: 4 passes of 4 prompts"
     assert examples["mini-batch"] == "8 groups, 64 sequences"

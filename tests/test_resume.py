@@ -32,7 +32,7 @@ from startup import set_up
 
 # ---- Whose a folder is ---------------------------------------------------------------------------
 
-MADE_WITH = {"SEED": "0"}
+FINGERPRINT = {"SEED": "0"}
 
 
 def arrays_after(step: int) -> dict:
@@ -43,13 +43,13 @@ LIKE = arrays_after(0)["x"]
 WANTED = {"x": jax.ShapeDtypeStruct(LIKE.shape, LIKE.dtype, sharding=LIKE.sharding)}
 
 
-def begun(made_with: dict = MADE_WITH, out: str = "new", **settings) -> tuple:
+def begun(fingerprint: dict = FINGERPRINT, out: str = "new", **settings) -> tuple:
     """The step and the value with which a run with these settings begins in this folder of the
     working directory, its id and its origin."""
     cfg = Config(**{"steps": 6} | settings)
     checkpoints = Checkpoints(cfg.checkpoint_dir or f"{out}/checkpoints")
     arrays, progress = begin_or_resume(
-        Path.cwd() / out, checkpoints, made_with, WANTED, resume=cfg.resume, steps=cfg.steps
+        Path.cwd() / out, checkpoints, fingerprint, WANTED, resume=cfg.resume, steps=cfg.steps
     )
     value = None if arrays is None else int(arrays["x"][0, 0])
     return progress.step, value, progress.run_id, progress.forked_from
@@ -59,7 +59,7 @@ def make_run(out: Path, *steps: int, began: str = "", at: str = "") -> str:
     """Writes what a run leaves that has saved these steps, and returns its id. at: the folder of
     its checkpoints."""
     out.mkdir(parents=True)
-    progress = Progress(MADE_WITH, forked_from=began, run_id=out.name)
+    progress = Progress(FINGERPRINT, forked_from=began, run_id=out.name)
     checkpoints = open_checkpoints(out, at, 0, 1)
     for step in steps:
         progress.step = step
@@ -215,7 +215,7 @@ def test_a_checkpoint_with_an_array_that_the_run_does_not_have_is_refused_in_one
 SMALL = {"MODEL_PATH": str(REPO / "tiny"), "BATCH_SIZE": "8", "NUM_PRE_Q": "4", "STEPS": "3"}
 
 
-def made_with(**env: str) -> dict[str, str]:
+def fingerprint(**env: str) -> dict[str, str]:
     return result_fingerprint(
         set_up(Config.from_env(SMALL | {"DATASET": str(few_examples())} | env))
     )
@@ -223,7 +223,7 @@ def made_with(**env: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def before() -> dict[str, str]:
-    return made_with()
+    return fingerprint()
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def before() -> dict[str, str]:
 def test_what_decides_results_is_compared_by_name_and_what_does_not_is_free(
     before: dict[str, str], setting: str, name: str
 ) -> None:
-    after = made_with(**dict(pair.split("=") for pair in setting.split()))
+    after = fingerprint(**dict(pair.split("=") for pair in setting.split()))
     assert {n for n in before | after if before.get(n) != after.get(n)} == {
         *name.split(" and ")
     } - {""}
@@ -269,7 +269,7 @@ def test_other_random_numbers_of_jax_are_compared_and_the_usual_ones_change_no_f
     assert not any(key.startswith("JAX_") for key in before)
     jax.config.update(name.lower(), value)
     try:
-        assert made_with() == before | {name: str(value)}
+        assert fingerprint() == before | {name: str(value)}
         hosts.start_jax("", 60)
     finally:
         jax.config.update(name.lower(), default)
@@ -280,10 +280,10 @@ def test_other_random_numbers_of_jax_are_compared_and_the_usual_ones_change_no_f
 def test_a_run_with_a_reference_must_find_the_same_weights_in_its_model(tmp_path: Path) -> None:
     """The reference is no part of a checkpoint."""
     model = Path(shutil.copytree(REPO / "tiny", tmp_path / "model"))
-    values = [made_with(MODEL_PATH=str(model), BETA="0.1")]
+    values = [fingerprint(MODEL_PATH=str(model), BETA="0.1")]
     content = (model / "model.safetensors").read_bytes()
     (model / "model.safetensors").write_bytes(content[:-7] + b"changed")
-    values.append(made_with(MODEL_PATH=str(model), BETA="0.1"))
+    values.append(fingerprint(MODEL_PATH=str(model), BETA="0.1"))
     line = describe_changes({"made_with": values[0]}, values[1], "step 1")
     assert line.startswith("step 1 was made with other settings or files: the model's weights was ")
     assert ";" not in line

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from runs import Result, environment, train
 
-from chat import ChatFormat, read_opening
+from chat import ChatFormat, read_prefix_messages
 from config import Config
 from data import Prompt, batch_indices, build_prompts, load_examples
 from fingerprint import result_fingerprint
@@ -287,7 +287,7 @@ def test_every_setting_of_the_objective_the_sampler_and_the_optimizer_reaches_it
         max_length_sample=24,
     )
     assert run.rollout.sampling == Sampling(
-        temperature=0.7, top_k=9, top_p=0.8, min_p=0.2, replay=True
+        temperature=0.7, top_k=9, top_p=0.8, min_p=0.2, record_support=True
     )
     assert run.learner.optimizer == Optimizer(name="lion", weight_decay=0.04, clip_norm=0.5)
     for made in (run.learner.objective, run.rollout.sampling, run.learner.optimizer):
@@ -338,7 +338,9 @@ def test_a_text_is_every_drawn_token_but_the_stop_token_whatever_is_special(
     )
     if "<answer>5</answer><" in drawn:  # </answer> is no stop token of this model
         rollout.stopping = stopping._replace(stop_ids=(END,))
-    (opened,) = build_prompts([{"question": "2+3?"}], ChatFormat(tokenizer, read_opening("Think.")))
+    (opened,) = build_prompts(
+        [{"question": "2+3?"}], ChatFormat(tokenizer, read_prefix_messages("Think."))
+    )
     assert completion_texts(rollout, [opened], completions) == [text]
     think = tokenizer("<think>\n", add_special_tokens=False)["input_ids"]
     opened = opened._replace(ids=opened.ids + think)

@@ -109,14 +109,14 @@ def test_every_token_of_a_sequence_is_drawn_anew() -> None:
     assert_drawn_from(pairs.reshape(-1), np.full(16, 1 / 16))
 
 
-@pytest.mark.parametrize("replay", [True, False], ids=["replay", "full"])
+@pytest.mark.parametrize("record_support", [True, False], ids=["support", "full"])
 def test_tokens_whose_support_is_cut_are_counted(
-    monkeypatch: pytest.MonkeyPatch, replay: bool
+    monkeypatch: pytest.MonkeyPatch, record_support: bool
 ) -> None:
     """Its size is that of the most likely tokens, here 8 at most. No other token is drawn."""
     monkeypatch.setattr("model.next_token.MAX_SUPPORT", 8)
     stop_ids = tuple(range(0, 40, 9))
-    found = sample(Sampling(top_p=0.9, replay=replay), T=11, stop_ids=stop_ids)
+    found = sample(Sampling(top_p=0.9, record_support=record_support), T=11, stop_ids=stop_ids)
     counts = []
     for i, (tokens, length) in enumerate(zip(found.completion_ids, found.lengths, strict=True)):
         prompt = PROMPTS[i // 8]
@@ -126,7 +126,7 @@ def test_tokens_whose_support_is_cut_are_counted(
         likeliest = np.argsort(-logits, axis=1)[:, :8]
         assert (likeliest == tokens[:length, None]).any(axis=1).all()
     assert found.cut_tokens.tolist() == counts and max(counts) > 1
-    assert (found.support.shape == (16, 11, 8)) if replay else (found.support is None)
+    assert (found.support.shape == (16, 11, 8)) if record_support else (found.support is None)
 
 
 # ---- Where a completion ends ---------------------------------------------------------------------
@@ -168,7 +168,7 @@ def often_stopping() -> tuple[int, ...]:
 def test_sequences_that_leave_the_batch_change_nothing(
     mesh: tuple[int, int, int], layer_loop: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sampling, stop_ids = Sampling(0.7, top_k=9, replay=True), often_stopping()
+    sampling, stop_ids = Sampling(0.7, top_k=9, record_support=True), often_stopping()
     how = {"mesh": mesh, "layer_loop": layer_loop, "stop_ids": stop_ids, "T": 24}
     expected = sample(sampling, **how)
     assert (expected.decode_steps == expected.lengths.max()).all()

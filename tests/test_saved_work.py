@@ -123,7 +123,7 @@ def test_a_run_learns_the_same_from_packed_rows_without_what_adds_nothing(
         "REWARD_FN": f"{tmp_path}/half.py:half",
     }
     given |= environment(SETTINGS)
-    computes_all = {"SWITCHED_OFF": "skips drops_ended"}
+    computes_all = {"SWITCHED_OFF": "skips_zero_advantages drops_ended"}
     nothing_saved = train(tmp_path / "off", **given, **computes_all, changes=PADDED_ROWS)
     packed = train(tmp_path / "packed", **given, **computes_all)
     both = train(tmp_path / "both", **given)

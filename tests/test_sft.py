@@ -147,7 +147,7 @@ def learnt(
     question: object,
     completion: object = None,
     template: str = "",
-    opening: list | None = None,
+    prefix_messages: list | None = None,
     **kwargs: Any,
 ) -> Demonstration:
     """The demonstration of a question with a completion, or of a conversation."""
@@ -157,7 +157,7 @@ def learnt(
     column = "" if completion is None else "completion"
     place = "f example 1"
     example = read_question_and_answer(place, columns, "question", None, column)
-    chat_format = ChatFormat(tokenizer, opening or [], kwargs=kwargs)
+    chat_format = ChatFormat(tokenizer, prefix_messages or [], kwargs=kwargs)
     return build_demonstrations([example], chat_format, 600)[0]
 
 
@@ -182,7 +182,9 @@ def test_of_a_question_with_a_completion_the_completion_alone_is_learnt() -> Non
     assert made[0] == ASKED + SHORT_IDS + BETWEEN and made[2:4] == (LONG_IDS, [1] * 13)
     made = learnt([{"role": "assistant", "content": "Hi."}, *chat(PENS, SHORT)])  # a greeting
     assert made[0][-len(ASKED) :] == ASKED and made[2:4] == (SHORT_IDS, [1] * 4)
-    made = learnt(MORE, LONG, opening=chat(PENS, SHORT))  # the worked example of a SYSTEM_PROMPT
+    made = learnt(
+        MORE, LONG, prefix_messages=chat(PENS, SHORT)
+    )  # the worked example of a SYSTEM_PROMPT
     assert made[0] == ASKED + SHORT_IDS + BETWEEN and made[2:4] == (LONG_IDS, [1] * 13)
 
 
@@ -464,7 +466,9 @@ def test_micro_batches_packing_and_meshes_do_not_change_an_update(conversations:
         run = run_of("ROLLOUT_GLOBAL_BATCH_SIZE=16 " + " ".join([*others]), **given)
         learner, sizes = run.learner, [int(size) for size in mesh.split(",")]
         compute = learner.compute._replace(layout=train_layout(*sizes))
-        limits = learner.limits._replace(shards=compute.layout.batch_shards, sequences_per_shard=3)
+        limits = learner.limits._replace(
+            shards=compute.layout.batch_shards, full_length_sequences_per_shard=3
+        )
         learner = dataclasses.replace(learner, compute=compute, limits=limits)
         model, mesh = compute.model, compute.layout.mesh
         params = hf.load_params(run.folder, model, mesh, jnp.float32)

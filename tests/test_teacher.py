@@ -218,7 +218,9 @@ def test_micro_batches_packing_and_meshes_do_not_change_an_update(teacher: Path)
         ) -> dict[str, Any]:
             layout = train_layout(*mesh)
             compute = learner.compute._replace(layout=layout)
-            limits = learner.limits._replace(shards=layout.batch_shards, sequences_per_shard=micro)
+            limits = learner.limits._replace(
+                shards=layout.batch_shards, full_length_sequences_per_shard=micro
+            )
             return {"compute": compute, "limits": limits}
 
         judge = dataclasses.replace(run.teacher, **placed(run.teacher, of_teacher))

@@ -238,7 +238,7 @@ def test_two_calls_of_a_turn_are_answered_together_and_a_turn_without_a_call_end
 def test_a_later_turn_draws_what_the_completion_would_have_drawn_at_these_places() -> None:
     """The random numbers of a token follow from its place in the completion, and twelve tokens are
     the room for all turns, on four devices. Sequences without room draw nothing."""
-    key, sampling = jax.random.key(5), Sampling(0.7, top_k=9, replay=True)
+    key, sampling = jax.random.key(5), Sampling(0.7, top_k=9, record_support=True)
     ids = np.arange(8, dtype=np.int32)
     compute = ComputeConfig(QWEN2, jnp.dtype("float32"), layout(2, 1, 2))
     backend = NaiveBackend(compute, Stopping(12, (NEVER,), PAD), True)

@@ -33,9 +33,9 @@ from infra.mistakes import UserMistake, exit_with_mistakes, in_one_line
 from infra.sizes import (
     MICRO_SIZES,
     PASS_SIZES,
+    completions_per_prompt_in_shard,
     derive_sizes,
     eval_questions,
-    prompt_share,
     prompt_width,
     suggest_smaller_size,
 )
@@ -370,7 +370,8 @@ def list_programs(plan: Plan) -> dict[str, Program]:
         rest = held - rollout.shares_base * bytes_per_device(base)
         prompts, K, sampling = plan.sizes.prompt_batch_size, cfg.num_pre_q, make_sampling(cfg)
         programs |= rollout_programs(plan, plan.S, prompts, K, sampling, rest)
-        if cfg.turns() > 1:  # The last turn has nearly all of the completion in its prompt.
+        if cfg.max_turns_or_default() > 1:
+            # The last turn has nearly all of the completion in its prompt.
             S = plan.S + cfg.max_length_sample
             turn_programs = rollout_programs(plan, S, prompts * K, 1, sampling, rest)
             programs |= {f"turn_{name}": turn_programs[name] for name in ("prefill", "decode")}
@@ -419,7 +420,7 @@ def rollout_programs(
     shards = rollout.layout.batch_shards
     sequences = prompts * K * plan.processes
     # A prompt has a copy for each shard that has completions of it.
-    copies = sequences // prompt_share(K, sequences // shards)
+    copies = sequences // completions_per_prompt_in_shard(K, sequences // shards)
 
     def on_mesh(tree: Any, *axes: Axes) -> Any:
         return jax.tree.map(lambda x: array(mesh, x.shape, x.dtype, *axes[: x.ndim]), tree)
@@ -472,10 +473,10 @@ def micro_batch(plan: Plan, shape: RowShape) -> MicroBatch:
         ref_logps=logps if cfg.beta > 0 else None,
         teacher_logps=logps if cfg.teacher_path else None,
         top_mask=tokens if cfg.top_entropy_quantile < 1 else None,
-        support=np.zeros((*tokens.shape, U), np.int32) if sampling.replay else None,
+        support=np.zeros((*tokens.shape, U), np.int32) if sampling.record_support else None,
     )
     count = shape.Q // SHORT_SEQUENCES
-    share = prompt_share(cfg.num_pre_q, count)
+    share = completions_per_prompt_in_shard(cfg.num_pre_q, count)
     # Prompts that are shorter by a token end within blocks, as those of a run do.
     S, T = plan.S - 1, cfg.max_length_sample
     row = pack(batch, [[]], shape, pad_id=0)

@@ -18,7 +18,7 @@ import numpy as np
 
 from config import Config
 from infra.chips import CHIPS, Chip, chip_of
-from infra.sizes import MICRO_SIZES, Sizes, divisors, prompt_share, size_setting
+from infra.sizes import MICRO_SIZES, Sizes, completions_per_prompt_in_shard, divisors, size_setting
 from model.layout import ROLLOUT_BATCH_AXES, Layout, make_mesh
 from model.linear_attention import CHUNK
 from model.network import ComputeConfig
@@ -159,7 +159,7 @@ def work_of_phases(plan: Plan, mean: float, kernels: int = 0) -> dict[str, np.nd
 
     def lengths(sequences: int, tokens: float) -> Lengths:
         # A prompt is computed once for those of its completions that are on a device together.
-        share = prompt_share(cfg.num_pre_q, sequences)
+        share = completions_per_prompt_in_shard(cfg.num_pre_q, sequences)
         rows = sizes.global_batch // share
         return np.full(rows, plan.S), np.full((rows, share), tokens)
 

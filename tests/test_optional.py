@@ -1,4 +1,4 @@
-"""Doors: each side-file can be deleted, and a plain run loses nothing but the setting behind it."""
+"""Each optional file can be deleted, and a run loses nothing but the setting that needs it."""
 
 import os
 import sys
@@ -9,13 +9,13 @@ from typing import NamedTuple
 import pytest
 from runs import FASTER_TO_COMPILE, REPO, copy_repository
 
-SIDE_FILES = sorted(
+OPTIONAL_FILES = sorted(
     str(file.relative_to(REPO))
     for file in (*REPO.glob("extras/*"), *REPO.glob("tools/*"), REPO / "loss_pallas.py")
     if file.suffix in (".py", ".sh") and file.stem != "__init__"
 )
-# For each side-file: settings and flags that need it, and how the line about it begins. A command
-# that nobody else calls, such as tools/bench.py, has none.
+# For each optional file: settings and flags that need it, and how the line about it begins. A
+# command that nobody else calls, such as tools/bench.py, has none.
 NEEDED_BY = {
     "extras/sglang.py": ({"ROLLOUT_BACKEND": "sglang_jax"}, [], "ROLLOUT_BACKEND=sglang_jax"),
     "extras/turns.py": (
@@ -54,10 +54,10 @@ def start(repo: Path, out: Path, program: list[str], **env: str) -> Ended:
 
 
 @pytest.mark.slow
-def test_a_run_needs_no_side_file(tmp_path: Path) -> None:
+def test_a_run_needs_no_optional_file(tmp_path: Path) -> None:
     """A key of W&B alone ends no run that lacks the trackers."""
     repo = copy_repository(tmp_path / "repo")
-    for file in SIDE_FILES:
+    for file in OPTIONAL_FILES:
         (repo / file).unlink()
     done = start(repo, tmp_path / "run", ["train_grpo.py"], WANDB_API_KEY="a" * 40)
     assert done.code == 0 and "\nDONE: steps=1 " in done.lines, done.errors
@@ -68,7 +68,7 @@ def test_a_run_needs_no_side_file(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", NEEDED_BY)
-def test_what_needs_a_side_file_names_it_in_a_line(file: str, tmp_path: Path) -> None:
+def test_what_needs_an_optional_file_names_it_in_a_line(file: str, tmp_path: Path) -> None:
     """The others are there."""
     if file == "loss_pallas.py":  # the plan of a TPU needs its compiler, which ARM does not have
         pytest.importorskip("libtpu", reason='libtpu: pip install "jax[tpu]"')
@@ -92,7 +92,7 @@ print("imported:", *sorted(name for name in sys.modules if name.partition(".")[0
 """
 
 
-def test_a_plain_run_imports_of_the_side_files_the_report_alone(tmp_path: Path) -> None:
+def test_a_plain_run_imports_of_the_optional_files_the_report_alone(tmp_path: Path) -> None:
     done = start(REPO, tmp_path / "run", ["-c", IMPORTED])
     assert done.code == 0, done.errors
     assert done.lines.splitlines()[-1] == "imported: extras extras.report"

@@ -4,6 +4,7 @@ import datetime
 import hashlib
 import io
 import json
+import math
 import os
 import subprocess
 import sys
@@ -14,14 +15,19 @@ import pytest
 from test_hf import refused
 from tokenizers.processors import TemplateProcessing
 
-from chat import ChatFormat, end_of_turn_id, open_think_tag, read_prefix_messages
-from config import Config
+from chat import (
+    ChatFormat,
+    check_chat_format,
+    check_messages,
+    end_of_turn_id,
+    open_think_tag,
+    read_prefix_messages,
+)
 from data import Prompt, batch_indices, build_prompts, drop_long_prompts, load_examples
 from fingerprint import json_digest
 from infra.mistakes import UserMistake
 from model import hf
 from rewards import reward_correct
-from startup import check_chat_format, check_messages
 
 ROOT = Path(__file__).parent.parent
 
@@ -651,7 +657,7 @@ def thinking_format(**kwargs: object) -> ChatFormat:
 )
 def test_arguments_of_the_template_turn_thinking_on_and_off(kwargs: dict, end: str) -> None:
     chat_format = thinking_format(**kwargs)
-    check_chat_format(Config(), chat_format)
+    check_chat_format(chat_format, math.inf)
     [prompt] = build_prompts([{"question": "2+2?"}], chat_format)
     assert chat_format.tokenizer.decode(prompt.ids) == f"user: 2+2?\nassistant: {end}"
 
@@ -662,7 +668,7 @@ def test_an_argument_that_the_template_does_not_read_is_refused_by_its_name() ->
             f"the chat template does not use '{name}', or every run sets it; it uses effort, ena"
         )
         chat_format = thinking_format(**{name: False})
-        refused(lambda x=chat_format: check_chat_format(Config(), x), "CHAT_TEMPLATE_KWARGS", words)
+        refused(lambda x=chat_format: check_chat_format(x, math.inf), "CHAT_TEMPLATE_KWARGS", words)
 
 
 def test_a_template_that_writes_no_texts_is_refused() -> None:
@@ -672,7 +678,7 @@ def test_a_template_that_writes_no_texts_is_refused() -> None:
         "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
     )
     words = "MODEL_PATH (or CHAT_TEMPLATE): its chat template does not render the text of a message"
-    refused(lambda: check_chat_format(Config(), chat_format), words)
+    refused(lambda: check_chat_format(chat_format, math.inf), words)
 
 
 def test_an_argument_that_the_template_refuses_is_named() -> None:
@@ -680,7 +686,7 @@ def test_an_argument_that_the_template_refuses_is_named() -> None:
     words = (
         'fails on messages of user and CHAT_TEMPLATE_KWARGS={"effort": "most"}: TemplateError: no'
     )
-    refused(lambda: check_chat_format(Config(), chat_format), words)
+    refused(lambda: check_chat_format(chat_format, math.inf), words)
 
 
 # ---- Chat templates ------------------------------------------------------------------------------
@@ -771,17 +777,17 @@ def test_a_template_that_writes_the_bos_token_as_gemma_s_does_gives_it_once() ->
 def test_a_template_without_the_bos_token_that_the_tokenizer_adds_gets_a_note(capsys) -> None:
     tokenizer = hf.load_tokenizer(ROOT / "tiny")
     tokenizer.bos_token = bos = "<|endoftext|>"
-    check_chat_format(Config(), ChatFormat(tokenizer, []))
+    check_chat_format(ChatFormat(tokenizer, []), math.inf)
     assert capsys.readouterr().out == "", "this tokenizer does not add it"
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, 0)]
     )
-    check_chat_format(Config(), ChatFormat(tokenizer, []))
+    check_chat_format(ChatFormat(tokenizer, []), math.inf)
     note = "note: the tokenizer puts <|endoftext|> before a text, and the chat template does"
     way = "if the model needs it, begin CHAT_TEMPLATE with {{ bos_token }}"
     assert capsys.readouterr().out == f"{note} not; {way}\n"
     tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
-    check_chat_format(Config(), ChatFormat(tokenizer, []))
+    check_chat_format(ChatFormat(tokenizer, []), math.inf)
     assert capsys.readouterr().out == ""
 
 
@@ -830,14 +836,12 @@ def test_a_template_whose_prompts_lack_the_header_of_answers_is_refused(
     tokenizer.chat_template = template
     chat_format = ChatFormat(tokenizer, [])
     if not header:
-        check_chat_format(Config(), chat_format)
+        check_chat_format(chat_format, math.inf)
         return
     words = (
         f"its chat template writes {header!r} before an answer, but not after a prompt; set CHAT"
     )
-    for loss_type in ("dapo", "sft"):
-        cfg = Config(loss_type=loss_type)
-        refused(lambda cfg=cfg: check_chat_format(cfg, chat_format), "MODEL_PATH (or CHAT", words)
+    refused(lambda: check_chat_format(chat_format, math.inf), "MODEL_PATH (or CHAT", words)
 
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}

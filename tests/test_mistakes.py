@@ -13,6 +13,7 @@ from runs import REPO, Result, few_examples, run_as_user
 from safetensors.numpy import save_file
 from small_model import FAMILIES, tensors, write_config
 
+import chat
 import data
 from config import Config
 from infra.mistakes import UserMistake, import_optional, reading
@@ -269,7 +270,7 @@ def test_an_error_of_a_library_is_one_line_with_what_it_reads_and_its_words() ->
         (hf, "_tensor_shapes"),
         (hf, "read_text"),
         (data, "read_question_and_answer"),
-        (data, "writes_system_message"),
+        (chat, "writes_system_message"),
     ],
 )
 def test_an_error_of_our_own_code_keeps_its_traceback(monkeypatch, module, name) -> None:

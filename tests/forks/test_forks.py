@@ -37,8 +37,10 @@ SMALL = environment(
 )
 # The tests that read what these drills edit.
 TESTS_OF_ADDITIONS = """
-    tests/test_config.py tests/test_loss.py tests/test_rewards.py tests/test_readme.py
+    tests/test_config.py tests/test_rewards.py tests/test_readme.py
     tests/test_contributing.py::test_every_setting_is_read
+    tests/test_loss.py::test_each_objective_has_an_entry_of_facts_and_a_loss_of_a_token
+    tests/test_loss.py::test_an_objective_reads_the_settings_of_clipping_that_its_facts_name
 """.split()
 
 

@@ -27,7 +27,7 @@ STEP_SIZES = ("rollout_batch_size", "rollout_global_batch_size")
 MICRO_SIZES = ("train_micro_batch_size", "train_per_device_micro_batch_size")
 
 
-@dataclasses.dataclass(frozen=True, match_args=False)  # Config is frozen, too
+@dataclasses.dataclass(frozen=True, match_args=False)  # read only, like the fields of Config
 class BatchSettings(Protocol):
     """The settings that give the sizes of a step, as config.Config describes them; 0: not set."""
 

@@ -45,7 +45,7 @@ NEEDED = dict(base_model_name_or_path=str, r=int, lora_alpha=int | float, target
 # ---- Which matrices get adapters -----------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, match_args=False)  # Config is frozen, too
+@dataclasses.dataclass(frozen=True, match_args=False)  # read only, like the fields of Config
 class LoraSettings(Protocol):
     """The settings of the adapters and of their base, as config.Config describes them."""
 

@@ -37,7 +37,7 @@ READ_SECONDS = 1.25e-3
 MEMORY_SHARE = 0.4
 
 
-@dataclasses.dataclass(frozen=True, match_args=False)  # Config is frozen, too
+@dataclasses.dataclass(frozen=True, match_args=False)  # read only, like the fields of Config
 class ComputeSettings(Protocol):
     """The settings that say how the model is computed, as config.Config describes them."""
 

@@ -89,11 +89,12 @@ def load_examples(
             columns = ", ".join(dict.fromkeys(name for example in examples for name in example))
             reason = f"no example of split {split!r} has it; its columns are {columns}"
             raise UserMistake(f"DATASET={dataset}, ANSWER_COLUMN={answer}: {reason}")
-    if any("answer" in example_texts for example_texts in texts):
+    if answer not in (None, "answer") or any("answer" in x for x in texts):
         for example, example_texts in zip(examples, texts, strict=True):
-            value = json.loads(json.dumps(find_column(example, answer), default=str))
-            is_missing = isinstance(value, str | float)  # blank, or not a number
-            example_texts.setdefault("answer", None if is_missing else value)
+            if "answer" not in example_texts and answer is not None:
+                value = json.loads(json.dumps(find_column(example, answer), default=str))
+                # Texts are blank here, and numbers are not finite.
+                example_texts["answer"] = None if isinstance(value, str | float) else value
     columns = kept_columns(examples, texts, {"question": question, "answer": answer}, split)
     examples = [
         {name: example.get(name) for name in columns} | texts_of_example

@@ -65,8 +65,8 @@ def answer_questions(
     clock: Clock,
     step: int = 0,
 ) -> Batch:
-    """EVAL_SAMPLES completions of each question, sampled by eval_sampling, and their rewards. step:
-    the number of steps that have trained the weights."""
+    """K = EVAL_SAMPLES completions of each question, sampled by eval_sampling, and their rewards.
+    step: the number of steps that have trained the weights."""
     rollout, K = run.rollout, run.cfg.eval_samples
     # The questions of a pass on each process. The last question is repeated until all passes have
     # the same size.

@@ -192,7 +192,7 @@ def policy_loss(
 
     logps, old_logps, ref_logps, sampling_logps: [B, T] float32 nats of the sampled tokens, by the
     policy now, by the policy before the first update, by the reference (if beta > 0) and by the
-    sampler (if is_mode is not "none", with off_policy_mask_threshold, and for dppo).
+    sampler (if is_mode is not "none", with off_policy_mask_threshold, or as the ratio's anchor).
     entropy: [B, T] nats (if entropy_coef > 0). advantages: [B], or [B, T] of tokens. mask: [B, T],
     1 on the tokens that count, with the stop token; where it is 0, the others may hold anything.
     top_mask: [B, T], 1 on tokens with a policy loss and an entropy bonus; the KL is of all tokens.

@@ -415,7 +415,7 @@ def note_untold_tags(run: Run) -> None:
             print(f"note: {count} of {len(prompts)} {split} prompts {reason}; {remedy}", flush=True)
 
 
-# ---- Optional modules, imported lazily and only here ---------------------------------------------
+# ---- Optional modules, imported lazily -----------------------------------------------------------
 
 
 def open_environments(

@@ -12,8 +12,8 @@ REQUIREMENTS, OF_ENGINE = REPO / "requirements.txt", REPO / "requirements-sglang
 
 def describe_newer_packages() -> list[str]:
     """A line for each package that is above its bound in REQUIREMENTS, or where sglang-jax is
-    installed in OF_ENGINE. Raises UserMistake if packages are below their bounds or missing; one
-    that can be imported and tells no version is neither."""
+    installed in OF_ENGINE. Raises UserMistake if packages are below their bounds or missing. A
+    package without metadata that can be imported passes."""
     try:
         from packaging.requirements import InvalidRequirement, Requirement
     except ImportError:  # other packages bring it; without it nothing is compared

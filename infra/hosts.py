@@ -26,8 +26,9 @@ from infra.mistakes import Unwritable, UserMistake
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 HEARTBEAT_TIMEOUT_S = 30  # a process that is silent for so many seconds counts as dead
-# Errors of a write. Those of a file have its name; for a socket's the log is tried.
-OF_THE_LOG = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+# The errors of failed writes. One without the name of a file may be of stdout, which is then tried.
+OF_THE_LOG = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
+OF_THE_LOG |= {errno.EAGAIN, errno.ESTALE, errno.EROFS}
 # The number of processes, as jax, MaxText, MPIs, torchrun, Horovod and SkyPilot call it.
 COUNTS = """JAX_NUM_PROCESSES JAX_PROCESS_COUNT NNODES OMPI_COMM_WORLD_SIZE PMI_SIZE
     MV2_COMM_WORLD_SIZE WORLD_SIZE LOCAL_WORLD_SIZE HOROVOD_SIZE FLUX_JOB_SIZE JSM_NAMESPACE_SIZE

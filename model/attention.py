@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from model.layout import Layout, constrain_batch
 from model.logps import MASKED  # the score of a key that is not seen
-from model.one_softmax import ONE_SOFTMAX, attend_with_one_softmax
+from model.one_softmax import attend_with_one_softmax, has_one_softmax
 
 ALL_POSITIONS = 2**30  # above every position: a window of this size hides nothing
 
@@ -166,8 +166,8 @@ def cached_attention(
             prompt_mask & (jnp.arange(S) - S >= oldest),
         )
     parts = [(cache.completion, written[None, None]), (cache.prompt, prompt_mask)]
-    one_softmax = layout.mesh.devices.flat[0].platform in ONE_SOFTMAX
-    return (attend_with_one_softmax if one_softmax else _attend_at_once)(q, parts, layout)
+    attend = attend_with_one_softmax if has_one_softmax(cache.prompt, layout) else _attend_at_once
+    return attend(q, parts, layout)
 
 
 # ---- All scores at once: short rows, and a new token with its cache ------------------------------

@@ -151,8 +151,8 @@ def exchange(arrays: Sequence[jax.Array], layout: Layout) -> Sequence[jax.Array]
     """Results [X*t, columns] of matmuls, whose columns are split over tp, as attention needs them:
     in decoding each device gets all columns of its sequences, those of all arrays in one
     all-to-all."""
-    # This constraint is the layout of the matmul. With that of attention only the compiler would
-    # gather the weights in every layer, for every token.
+    # This constraint is the layout of the matmul. With only the constraint of attention below, the
+    # compiler would gather the weights in every layer, for every token.
     arrays = [constrain(x, layout, TRAIN_BATCH_AXES, "tp") for x in arrays]
     tp = layout.mesh.shape["tp"]
     if tp == 1 or "tp" not in layout.batch_axes:

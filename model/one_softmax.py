@@ -11,7 +11,14 @@ from model.layout import Layout, constrain_batch
 from model.logps import MASKED
 
 ONE_SOFTMAX = {"gpu"}  # the platforms that decode with this file
+MOST_KV_HEADS = 4  # with N kv heads the products for the scores have N times the FLOPs
 multiply = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+
+def has_one_softmax(kv: Any, layout: Layout) -> bool:
+    """Whether decoding with these keys and values of a layer uses attend_with_one_softmax."""
+    platform = layout.mesh.devices.flat[0].platform
+    return platform in ONE_SOFTMAX and kv.v.shape[1] <= MOST_KV_HEADS
 
 
 def attend_with_one_softmax(q: jax.Array, parts: Any, layout: Layout) -> jax.Array:

@@ -144,7 +144,7 @@ class Typed(Calculator):
         several: list[str] = (),
         maybe: int | None = 0,
         numbers: list[int] | None = None,
-        table: dict[str, list[float]] | None = None,
+        table: dict[str, list[float]] | list[int] | None = None,
     ) -> str:
         """Shows its arguments.
 
@@ -156,7 +156,7 @@ class Typed(Calculator):
             several: Texts.
             maybe: A whole number or nothing.
             numbers: Whole numbers.
-            table: Numbers by names.
+            table: Numbers by names, or whole numbers.
         """
         if numbers or table:
             return repr(numbers or table)

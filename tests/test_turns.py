@@ -444,6 +444,7 @@ TYPED = {  # a value as JSON, or as the text of a parameter: what the tool gets
     ("numbers", "[2.5]", None): "error: TypeError: numbers[0] must be integer, not 2.5",
     ("several", "[1, true]", "[1, true]"): "('', 0, 0.0, False, ['1', 'true'], 0)",
     ("table", '{"a": ["1.5"]}', '{"a": ["1.5"]}'): "{'a': [1.5]}",
+    ("table", '["1"]', None): "[1]",
     ("table", '{"a": [true]}', None): "error: TypeError: table['a'][0] must be number, not True",
 }
 

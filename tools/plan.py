@@ -171,9 +171,10 @@ def print_plan(plan: Plan, flags: argparse.Namespace) -> int:
             )
         print(f"{name} does not fit. {hint}")
     if not too_large:
-        memory = memories["micro_step"]
-        lines = suggest_larger_micro_batch(plan, flags, memory, limit)
-        print(*lines, *describe_time(plan, flags, memory.launches), sep="\n")
+        launches = memories["micro_step"].launches
+        of_micro_batch = [memories[x] for x in programs if programs[x].sizes == MICRO_SIZES]
+        lines = suggest_larger_micro_batch(plan, flags, of_micro_batch, launches[0], limit)
+        print(*lines, *describe_time(plan, flags, launches), sep="\n")
     largest = max(memories, key=lambda name: memories[name].total)
     total = f"{memories[largest].total / GIB:.2f} of {limit / GIB:.4g} GiB in {largest}"
     print(f"{slice_name}: {'DOES NOT FIT' if too_large else 'fits'}, {total}")

@@ -24,6 +24,7 @@ from model.linear_attention import CHUNK
 from model.network import ComputeConfig
 from model.params import ModelConfig, abstract_params, lm_head
 from model.placement import attention_flops, linear_attention_flops, update_flops
+from model.splash import MAX_ROW_TOKENS
 from sampling import stage_ends
 
 Lengths = tuple[np.ndarray, np.ndarray]
@@ -33,7 +34,7 @@ WORST, WORST_KERNEL_S = (0.30, 0.45, 0.35), 1.5e-6
 # A wait copies a condition to the host, which then launches the next kernel.
 BEST_WAIT_S, WORST_WAIT_S = 10e-6, 40e-6
 # By the compiler's schedule the vector unit of a v6e needs four times as long for the scores of
-# splash as BEST says of its FLOPs; the matrix units of other chips are no faster than it.
+# splash as BEST says of its FLOPs. The matrix units of other chips take as long as theirs.
 V6E_SPLASH = 4
 KERNELS = 50  # of a layer in a decoding step; compiled programs have 37 to 60
 # The delta rule in a forward of rows: float32 products are six of bfloat16 on a TPU, and about
@@ -215,21 +216,27 @@ def describe_time(
 
 
 def suggest_larger_micro_batch(
-    plan: Plan, flags: argparse.Namespace, memory: Memory, limit: float
+    plan: Plan, flags: argparse.Namespace, memories: list[Memory], kernels: int, limit: float
 ) -> list[str]:
     """A line about the micro-batch with the shortest update that fits, if it saves more than 10 %
-    of the geometric mean of the estimate. memory: of micro_step, whose temporaries grow no faster
-    than the micro-batch. limit: bytes of a device."""
-    sizes, chip, seconds = plan.sizes, chip_of(plan.training.layout.mesh.devices.flat[0]), {}
-    mean = flags.mean_completion or plan.cfg.max_length_sample / 2
-    name, _, unit = size_setting(plan.cfg, *MICRO_SIZES, plan.local_devices(), "")
+    of the geometric mean of the estimate. memories: of the programs that compute a micro-batch,
+    whose temporaries grow no faster than it. kernels: of a micro-step on a GPU. limit: bytes of a
+    device."""
+    cfg, sizes, training, seconds = plan.cfg, plan.sizes, plan.training, {}
+    chip, T = chip_of(training.layout.mesh.devices.flat[0]), cfg.max_length_sample
+    mean, shards = flags.mean_completion or T / 2, training.layout.batch_shards
+    longest_row = MAX_ROW_TOKENS if training.attention_impl == "splash" else math.inf
+    name, _, unit = size_setting(cfg, *MICRO_SIZES, plan.local_devices(), "")
+    rest = " GRAD_ACCUM_STEPS=0" if cfg.grad_accum_steps else ""
     for n in divisors(sizes.grad_accum_steps):
         size, count = sizes.micro_batch_size * n, sizes.grad_accum_steps // n
         larger = plan._replace(sizes=sizes._replace(micro_batch_size=size, grad_accum_steps=count))
-        work = work_of_phases(larger, mean, memory.launches[0])["update"]
-        needed = memory.total + (n - 1) * memory.temporaries
-        if n == 1 or needed <= 0.95 * limit:
-            text = f"{name}={size // unit} needs at most {needed / 2**30:.2f} GiB and would save"
+        work = work_of_phases(larger, mean, kernels)["update"]
+        needed = max(memory.total + (n - 1) * memory.temporaries for memory in memories)
+        row = size * plan.processes // shards * (plan.S + T)
+        if n == 1 or (needed <= 0.95 * limit and row <= longest_row):
+            setting = f"{name}={size // unit}{rest}"
+            text = f"{setting} needs at most {needed / 2**30:.2f} GiB and would save"
             seconds[text] = math.sqrt(estimate_seconds(work, chip).prod())
     best = min(seconds, key=seconds.__getitem__)
     saved = 100 * (1 - seconds[best] / next(iter(seconds.values())))

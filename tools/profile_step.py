@@ -6,6 +6,7 @@ jax's profiler writes its trace to the folder, for XProf, and docs/speed.md expl
 profile.json there. The profiler slows the step down, so that metrics.jsonl does not have it.
 """
 
+import dataclasses
 import itertools
 import json
 import re
@@ -33,7 +34,7 @@ from infra.hosts import exiting_on_error
 from infra.log import RunLog
 from infra.mistakes import UserMistake
 from metrics import Step
-from startup import Run
+from run import Run
 
 # By platform: the plane of the first device in a trace, the beginning of the names of its lines of
 # kernels, and a pattern of other events there: loops and branches, which contain those of their
@@ -54,9 +55,11 @@ class Kernel(NamedTuple):
 
 
 def train_and_profile(cfg: Config, folder: Path) -> None:
-    """Trains, and writes the profile of the last step. Raises UserMistake for a single step."""
+    """Trains from step 0, without evaluations and checkpoints, and writes the profile of the last
+    step. Raises UserMistake for a single step."""
     if cfg.steps < 2:
         raise UserMistake(f"STEPS={cfg.steps}: the first step compiles; a profile needs 2 or more")
+    cfg = dataclasses.replace(cfg, resume="never", eval_every_steps=0, save_every_steps=0)
     log_step, last = train_grpo.log_step, cfg.steps - 1
 
     def log_or_profile(run: Run, log: RunLog, step: Step) -> None:
@@ -81,7 +84,8 @@ def read_kernels(folder: Path) -> list[Kernel]:
     """The kernels in the trace of a folder, by their start."""
     platform = jax.devices()[0].platform
     plane_name, line_name, others = KERNELS[platform]
-    trace = ProfileData.from_file(str(next(folder.rglob("*.xplane.pb"))))
+    newest = max(folder.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
+    trace = ProfileData.from_file(str(newest))
     plane = trace.find_plane_with_name(plane_name)
     kernels = [
         Kernel(x.start_ns, x.end_ns, dict(x.stats).get("hlo_module", "none"), x.name[:80])

@@ -315,7 +315,7 @@ def test_decoding_token_by_token_equals_one_unpadded_forward(
     """With the attention of this platform."""
     one_softmax = Mock(wraps=attend_with_one_softmax)
     monkeypatch.setattr("model.attention.attend_with_one_softmax", one_softmax)
-    monkeypatch.setattr("model.attention.ONE_SOFTMAX", {"cpu"} if platform == "gpu" else {"gpu"})
+    monkeypatch.setattr("model.one_softmax.ONE_SOFTMAX", {"cpu"} if platform == "gpu" else {"gpu"})
     traced_now = jit(lambda params, compute, *inputs: decoded(params, compute, *inputs))
     hidden = traced_now(*OF[model], *prompts_for(share), COMPLETION_IDS)
     np.testing.assert_allclose(hidden, unpadded(model), rtol=0, atol=1e-5)

@@ -83,7 +83,7 @@ def test_devices_unrolled_layers_and_a_cache_that_grows_draw_the_same_tokens(
     """With the attention of this platform; no other test decodes with the mesh of a GPU's."""
     one_softmax = Mock(wraps=attend_with_one_softmax)
     monkeypatch.setattr("model.attention.attend_with_one_softmax", one_softmax)
-    monkeypatch.setattr("model.attention.ONE_SOFTMAX", {"cpu"} if platform == "gpu" else {"gpu"})
+    monkeypatch.setattr("model.one_softmax.ONE_SOFTMAX", {"cpu"} if platform == "gpu" else {"gpu"})
     monkeypatch.setattr("sampling.STAGE_TOKENS", 4)
     assert stage_ends(12, "unroll") == [4, 8, 12] and stage_ends(12, "scan") == [12]
     found = sample(mesh=mesh, layer_loop=layer_loop)

@@ -447,8 +447,8 @@ def _cast(name: str, value: object, schema: dict[str, Any]) -> object:
         types = [TYPES.get(x, object) for x in wanted if x != "boolean"]
         # Python counts a bool as an integer.
         if "boolean" in wanted if isinstance(form, bool) else isinstance(form, (*types,)):
-            key = "items" if isinstance(form, list) else "additionalProperties"
-            parts = [x.get(key) for x in (schema, *schema.get("anyOf", ()))]
+            of_parts = "items" if isinstance(form, list) else "additionalProperties"
+            parts = [x.get(of_parts) for x in (schema, *schema.get("anyOf", ()))]
             items = next((part for part in parts if isinstance(part, dict)), {})
             if isinstance(form, dict):
                 return {key: _cast(f"{name}[{key!r}]", x, items) for key, x in form.items()}

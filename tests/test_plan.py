@@ -380,6 +380,11 @@ def test_splash_takes_four_times_the_time_of_its_flops_on_a_v6e_alone(
             3.4,
             ["TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=8", "17.90", "32"],
         ),
+        (
+            "GRAD_ACCUM_STEPS=8",
+            3.4,
+            ["TRAIN_MICRO_BATCH_SIZE=64 GRAD_ACCUM_STEPS=0", "17.90", "32"],
+        ),
         ("GRAD_ACCUM_STEPS=1", 3.4, []),
         ("TRAIN_MICRO_BATCH_SIZE=64 MAX_LENGTH_SAMPLE=8192", 1, []),  # it would save 6 %
     ],
@@ -397,7 +402,7 @@ def test_a_plan_suggests_a_larger_micro_batch_if_it_saves_much_time_and_fits(
     text = "MODEL_PATH=Qwen/Qwen2.5-3B BATCH_SIZE=16 MAX_PROMPT_LENGTH=512 MAX_LENGTH_SAMPLE=1024"
     env = dict(pair.split("=") for pair in f"{text} {settings}".split())
     code, out, _ = planned(capsys, "v6e-8", **env)
-    pattern = r"^(\S+) needs at most ([\d.]+) GiB and would save about (\d+) % of the update$"
+    pattern = r"^(.+) needs at most ([\d.]+) GiB and would save about (\d+) % of the update$"
     assert [list(found) for found in re.findall(pattern, out, re.M)] == [expected][: len(expected)]
     assert code == 0
 

@@ -89,9 +89,9 @@ def load_examples(
             columns = ", ".join(dict.fromkeys(name for example in examples for name in example))
             reason = f"no example of split {split!r} has it; its columns are {columns}"
             raise UserMistake(f"DATASET={dataset}, ANSWER_COLUMN={answer}: {reason}")
-    if answer not in (None, "answer") or any("answer" in x for x in texts):
+    if any("answer" in example_texts for example_texts in texts):
         for example, example_texts in zip(examples, texts, strict=True):
-            if "answer" not in example_texts and answer is not None:
+            if "answer" not in example_texts:
                 value = json.loads(json.dumps(find_column(example, answer), default=str))
                 # Texts are blank here, and numbers are not finite.
                 example_texts["answer"] = None if isinstance(value, str | float) else value

@@ -230,8 +230,6 @@ def test_a_column_that_another_replaces_is_named_unless_both_are_the_same(
         ([{"answer": {"a": None}}, {"answer": 7}], "answer", [{"a": None}, "7", {"a": None}]),
         ([{"final": "yes"}, {"final": False}, {"final": " "}], "final", ["yes", False, None]),
         ([{"x": {"y": []}}, {"x": {"y": "1"}}, {"x": 1}], "x.y", [[], "1", None]),
-        ([{"answer": "why", "final": [1]}], "final", [[1]] * 3),
-        ([{"x": {"y": False}}], "x.y", [False] * 3),
     ],
 )
 def test_examples_without_answers_are_data_if_nothing_needs_answers(

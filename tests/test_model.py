@@ -30,7 +30,7 @@ from small_model import (
 )
 
 from model import hf
-from model.attention import Cache, PackedRows, map_kv, prompt_rows
+from model.attention import KV, Cache, PackedRows, map_kv, prompt_rows
 from model.blocks import block_attention
 from model.layout import ROLLOUT_BATCH_AXES, TRAIN_BATCH_AXES, Layout, make_mesh, shard_batch
 from model.network import (
@@ -42,7 +42,7 @@ from model.network import (
     forward_token,
     split_prefix,
 )
-from model.one_softmax import attend_with_one_softmax
+from model.one_softmax import attend_with_one_softmax, has_one_softmax
 from model.params import (
     Gemma3,
     Params,
@@ -320,6 +320,15 @@ def test_decoding_token_by_token_equals_one_unpadded_forward(
     hidden = traced_now(*OF[model], *prompts_for(share), COMPLETION_IDS)
     np.testing.assert_allclose(hidden, unpadded(model), rtol=0, atol=1e-5)
     assert one_softmax.called == (platform == "gpu")
+
+
+@pytest.mark.parametrize("kv_heads, expected", [(4, True), (8, False)])
+def test_one_softmax_is_for_at_most_four_kv_heads(
+    monkeypatch: pytest.MonkeyPatch, kv_heads: int, expected: bool
+) -> None:
+    monkeypatch.setattr("model.one_softmax.ONE_SOFTMAX", {"cpu"})
+    kv = KV(jnp.zeros((2, kv_heads, 4, 3)), jnp.zeros((2, kv_heads, 3, 4)))
+    assert has_one_softmax(kv, OF["all"][1].layout) == expected
 
 
 def test_an_empty_row_and_a_fully_padded_prompt_are_finite_and_leave_others_alone() -> None:

@@ -91,8 +91,8 @@ def drift_level(
     log-probabilities are those of a filtered distribution, and the trainer's logps are not."""
     if filters_logps:
         return math.inf
-    # The linear layers of Qwen3.5 amplify rounding: 0.06 where a Qwen3 of the same size has 0.026.
-    scale = 2 if train_compute.model.qwen35 else 1
+    # Linear layers amplify rounding: a Qwen3.5 has 0.06 where a Qwen3 of the same size has 0.026.
+    scale = 2 if train_compute.model.linear else 1
     computes = (train_compute, rollout_compute)
     return scale * max(DRIFT_LEVELS[str(compute.dtype)] for compute in computes)
 

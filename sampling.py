@@ -17,7 +17,7 @@ import numpy as np
 from infra.chips import attribute_oom_to
 from infra.log import progress_bar
 from infra.sizes import PASS_SIZES, completions_per_prompt_in_shard
-from model.attention import Cache, map_kv, prompt_rows
+from model.attention import Cache, map_kv, prompt_rows, without_states
 from model.layout import TRAIN_BATCH_AXES, concatenate_trees, constrain, local_part, shard_batch
 from model.logps import dot
 from model.network import ComputeConfig, forward, forward_token, split_prefix
@@ -115,7 +115,7 @@ class NaiveBackend:
             width=stage_ends(stopping.max_length_sample, compute.layer_loop)[0],
             sampling=sampling,
             stopping=stopping,
-        )._replace(prompt=map_kv(lambda kv: kv._replace(states=()), prefix))
+        )._replace(prompt=without_states(prefix))
         del prefix  # The completions have copies of its states.
         parts = decode_all(
             self._weights, compute, decoding, sampling=sampling, stopping=stopping, drop=drop
@@ -230,7 +230,7 @@ def smaller_batches(count: int) -> list[int]:
 def prefill(
     params: Params, compute: ComputeConfig, prompt_ids: jax.Array, prompt_mask: jax.Array
 ) -> Any:
-    """The KV of the prompts [P, S+1] without their last token, as `forward` returns it."""
+    """The KV and States of the prompts [P, S+1] without their last token, as `forward` returns."""
     ids, positions, mask = split_prefix(prompt_ids, prompt_mask)
     _, prefix = forward(params, compute, ids, positions, rows=prompt_rows(mask))
     return prefix
@@ -252,10 +252,10 @@ class Decoding(NamedTuple):
     outputs: dict[str, jax.Array]
     prompt: Any  # KV of the prompts without their last token: of P prompts, or one per sequence
     prompt_mask: jax.Array  # [P or B, S] bool
-    completion: Any  # KV of the B completions
+    completion: Any  # KV and States of the B completions
 
     def width(self) -> int:
-        return jax.tree.leaves(self.completion)[0].shape[-1]
+        return jax.tree.leaves(self.completion)[-1].shape[-2]  # of v of the last layer
 
 
 @functools.partial(jax.jit, static_argnames=("compute", "width", "sampling", "stopping"))
@@ -298,7 +298,8 @@ def begin_decoding(
         "done": earlier_tokens >= T,
         "outputs": outputs,
     }
-    completion = map_kv(lambda kv: kv.begin_completions(B, width), prefix)
+    copy_state = functools.partial(jnp.repeat, repeats=K, axis=_kv_axis(compute))
+    completion = map_kv(lambda kv: kv.begin_completions(B, width), prefix, copy_state)
     return Decoding(
         t=jnp.int32(0),
         live=jnp.int32(B // layout.batch_shards),

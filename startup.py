@@ -533,7 +533,7 @@ def make_learner(
 ) -> LearnerConfig:
     """The learner of a run. S: the padded length of its longest prompt without the last token."""
     shards, processes = compute.layout.batch_shards, sizes.global_batch // sizes.local_batch
-    chunk = CHUNK if compute.model.qwen35 else 1  # it divides LANES
+    chunk = CHUNK if compute.model.linear else 1  # it divides LANES
     limits = RowLimits(
         shards=shards,
         full_length_sequences_per_shard=sizes.micro_batch_size * processes // shards,

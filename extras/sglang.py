@@ -16,6 +16,7 @@ completion tokens, V vocabulary.
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import json
 import logging
@@ -54,7 +55,8 @@ INSTALL = (
     'pip install -r requirements-sglang.txt "jax[tpu]" && '
     'pip install --no-deps --pre "sglang-jax==0.1.0rc0"'
 )
-FAMILIES = ("qwen2", "qwen3")  # the families of models that the engine has
+# The families that the engine has, and the fields of ModelConfig in which they differ from Llama.
+FAMILIES = {"qwen2": {"qkv_bias"}, "qwen3": {"qk_norm"}}
 PAGE_TOKENS = {"tpu": 128, "cpu": 1}  # tokens in a page of keys and values
 SPARE_TOKENS = 8  # positions that the engine needs beyond the longest prompt and its completion
 
@@ -129,9 +131,9 @@ def raise_if_engine_cannot_compute(
 
 def model_family(model: ModelConfig) -> str:
     """The family of a model, as model_type in config.json names it; "" if it is not of FAMILIES."""
-    if model.gemma3 or model.qwen35:
-        return ""
-    return "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else ""
+    fields = [x for x in dataclasses.fields(model) if x.default is not dataclasses.MISSING]
+    changed = {x.name for x in fields if getattr(model, x.name) != x.default} - {"lora"}
+    return next((name for name, its_own in FAMILIES.items() if changed == its_own), "")
 
 
 def context_tokens(max_length_sample: int, longest: int) -> int:
@@ -165,7 +167,7 @@ def engine_arguments(run: Run, devices: Sequence[jax.Device]) -> dict[str, Any]:
         "model_path": str(run.folder.resolve()),
         "dtype": str(run.rollout.compute.dtype),
         # transformers 5 keeps rope_theta where the engine does not look for it.
-        "json_model_override_args": json.dumps({"rope_theta": model.rope_theta}),
+        "json_model_override_args": json.dumps({"rope_theta": model.variants[0].rope.theta}),
         "device": platform,
         "tp_size": len(devices),
         "mem_fraction_static": cfg.sglang_jax_mem_fraction_static,

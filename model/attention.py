@@ -26,35 +26,42 @@ ALL_POSITIONS = 2**30  # above every position: a window of this size hides nothi
 
 
 class KV(NamedTuple):
-    """Keys and values of X rows, or of P prompts or B sequences. Those of several layers are either
-    stacked along a first dimension, or a tuple with a KV for each period of layers."""
+    """Keys and values of X rows, or of P prompts or B sequences, of a layer with full attention.
+
+    Those of all layers are a list with a KV, or with the State of a linear layer, for each layer of
+    a period. Those of all periods are either stacked along a first dimension, or in a tuple.
+    """
 
     k: jax.Array  # [X, N, h, tokens], rotated; scores of a new token read it in this order
     v: jax.Array  # [X, N, tokens, h]
-    # In Qwen3.5 the State of each linear layer before this full layer; their first dimensions are
-    # those of k.
-    states: tuple[Any, ...] = ()
 
     def begin_completions(self, num_sequences: int, tokens: int) -> "KV":
-        """The KV of completions before their first token: zeros for this number of sequences and
-        tokens, and copies of the states of their prompts, which this KV has."""
-        *stacked, P, N, h, _ = self.k.shape
+        """Zeros, the KV of this number of completions before their first token."""
+        *stacked, _, N, h, _ = self.k.shape
         k = jnp.zeros((*stacked, num_sequences, N, h, tokens), self.k.dtype)
-        v = jnp.zeros((*stacked, num_sequences, N, tokens, h), self.v.dtype)
-        share = num_sequences // P
-        copies = jax.tree.map(lambda x: jnp.repeat(x, share, axis=len(stacked)), self.states)
-        return KV(k, v, copies)
+        return KV(k, jnp.zeros((*stacked, num_sequences, N, tokens, h), self.v.dtype))
 
     def widen(self, tokens: int) -> "KV":
         """This KV, padded with zeros to `tokens` tokens."""
         pad = [(0, 0)] * self.k.ndim
         pad[-1] = 0, tokens - self.k.shape[-1]
-        v = jnp.pad(self.v, [*pad[:-2], pad[-1], pad[-2]])
-        return self._replace(k=jnp.pad(self.k, pad), v=v)
+        return KV(jnp.pad(self.k, pad), jnp.pad(self.v, [*pad[:-2], pad[-1], pad[-2]]))
 
 
-def map_kv(change: Callable[[KV], KV], kvs: Any) -> Any:
-    return jax.tree.map(change, kvs, is_leaf=lambda x: isinstance(x, KV))
+def map_kv(
+    change: Callable[[KV], KV], kvs: Any, change_state: Callable[[jax.Array], Any] = lambda x: x
+) -> Any:
+    """Changes each KV, and each array of a State."""
+
+    def change_part(x: Any) -> Any:
+        return change(x) if isinstance(x, KV) else change_state(x)
+
+    return jax.tree.map(change_part, kvs, is_leaf=lambda x: isinstance(x, KV))
+
+
+def without_states(kvs: Any) -> Any:
+    """The keys and values of prompts, once their completions have copies of the states."""
+    return map_kv(lambda kv: kv, kvs, lambda state: None)
 
 
 def select_layer(layers: Any, i: int | jax.Array) -> Any:
@@ -64,25 +71,27 @@ def select_layer(layers: Any, i: int | jax.Array) -> Any:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), layers)
 
 
-def write_token(kvs: Any, i: int | jax.Array, new: KV, slot: jax.Array) -> Any:
-    """The KV of all layers, stacked or in a tuple, with the keys and values of one token, `new`,
-    written to this slot of layer i, and with its states in place of the old ones."""
+def write_token(kvs: Any, i: int | jax.Array, new: Any, slot: jax.Array) -> Any:
+    """The KV or State of layer i of several layers, stacked or in a tuple, after one token: with
+    its keys and values, a KV `new`, written to this slot, or replaced by the State `new`."""
     if type(kvs) is tuple:
-        k = jax.lax.dynamic_update_slice(kvs[i].k, new.k, (0, 0, 0, slot))
-        v = jax.lax.dynamic_update_slice(kvs[i].v, new.v, (0, 0, slot, 0))
-        return (*kvs[:i], KV(k, v, new.states), *kvs[i + 1 :])
-    k = jax.lax.dynamic_update_slice(kvs.k, new.k[None], (i, 0, 0, 0, slot))
-    v = jax.lax.dynamic_update_slice(kvs.v, new.v[None], (i, 0, 0, slot, 0))
+        if isinstance(new, KV):
+            k = jax.lax.dynamic_update_slice(kvs[i].k, new.k, (0, 0, 0, slot))
+            new = KV(k, jax.lax.dynamic_update_slice(kvs[i].v, new.v, (0, 0, slot, 0)))
+        return (*kvs[:i], new, *kvs[i + 1 :])
+    if isinstance(new, KV):
+        k = jax.lax.dynamic_update_slice(kvs.k, new.k[None], (i, 0, 0, 0, slot))
+        return KV(k, jax.lax.dynamic_update_slice(kvs.v, new.v[None], (i, 0, 0, slot, 0)))
     write = functools.partial(jax.lax.dynamic_update_index_in_dim, index=i, axis=0)
-    return KV(k, v, jax.tree.map(write, kvs.states, new.states))
+    return jax.tree.map(write, kvs, new)
 
 
 class Cache(NamedTuple):
-    """The keys and values that a new token of each sequence may see."""
+    """The keys and values that a new token of each sequence may see, of all layers or of one."""
 
-    prompt: Any  # KV of the P prompts; sequence i continues prompt i // (B/P)
+    prompt: Any  # of the P prompts; sequence i continues prompt i // (B/P)
     prompt_mask: jax.Array  # [P, S] bool, False on left padding
-    completion: Any  # KV of the B sequences, written up to and including `slot`
+    completion: Any  # of the B sequences, written up to and including `slot`
     slot: jax.Array  # int32, the slot of the new token in its completion
 
 

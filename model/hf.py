@@ -1,7 +1,6 @@
 """Reads and writes Hugging Face folders: config.json, weights and tokenizer."""
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import json
@@ -9,7 +8,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,13 @@ from safetensors.numpy import save_file
 from infra.log import progress_bar
 from infra.mistakes import UserMistake, reading
 from infra.settings import read_text
+from model.families import raise_if_without, read_config, read_json, text_values
 from model.int8 import Int8, quantize
 from model.layout import gather_to_host
 from model.params import (
-    Gemma3,
     Leaf,
     ModelConfig,
     Params,
-    Qwen35,
     abstract_array,
     is_unrolled,
     param_table,
@@ -55,27 +53,6 @@ NOT_READ = ("vision_tower.", "multi_modal_projector.", "model.visual.", MTP)
 # Keys of config.json about tensors and code that an export leaves out: of MTP (some models call it
 # nextn), and of Python files.
 LEFT_OUT = re.compile("mtp|nextn|auto_map")
-# model_type of a model that also sees images -> the architecture of its text part
-TEXT_PARTS = {"gemma3": "Gemma3ForCausalLM", "qwen3_5": "Qwen3_5ForCausalLM"}
-LIKE_LLAMA = ("qwen2", "qwen3", "llama", "mistral", "smollm3", "granite")  # values of model_type
-LOCAL, LINEAR, GLOBAL = "sliding_attention", "linear_attention", "full_attention"  # types of layers
-# Keys of config.json with the only value that is supported, which is also the default.
-ONLY = {
-    "hidden_act": "silu",
-    "hidden_activation": "gelu_pytorch_tanh",  # of Gemma 3
-    "use_sliding_window": False,
-    "mlp_bias": False,
-    "attention_bias": False,
-    "attn_logit_softcapping": None,
-    "final_logit_softcapping": None,
-    "use_bidirectional_attention": False,
-    "attn_output_gate": True,  # of Qwen3.5
-}
-# Keys that a config.json must have, although transformers has defaults. The list of Gemma 3 is
-# shorter, because its large models leave out the other keys.
-SIZES = ["hidden_size", "intermediate_size", "num_hidden_layers"]
-REQUIRED_OF_GEMMA = [*SIZES, "sliding_window"]
-REQUIRED = [*SIZES, "vocab_size", "num_attention_heads", "rms_norm_eps", "max_position_embeddings"]
 
 
 def fetch_model(path: str, revision: str = "", files: list[str] = MODEL_FILES) -> Path:
@@ -122,156 +99,6 @@ def check_weights(folder: Path, model: ModelConfig, num_tokens: int) -> None:
                 f"{folder}/config.json: tie_word_embeddings is true, but lm_head.weight is not the "
                 f"embedding; set it to false, or delete the tensor"
             )
-
-
-def read_config(folder: Path) -> ModelConfig:
-    """The ModelConfig of a Hugging Face folder. transformers fills in what config.json leaves out.
-
-    Raises UserMistake, naming the key of config.json, for a model that is not supported.
-    """
-    path = folder / "config.json"
-    _raise_if_without(folder, "config.json", "give a Hugging Face folder")
-    file_values = read_json(path)
-    # transformers writes null where a model does not have something.
-    values = _without_nulls(_of_text(file_values))
-    if quantized := file_values.get("quantization_config") or values.get("quantization_config"):
-        # Early versions of bitsandbytes did not write their name.
-        method = quantized.get("quant_method", "bitsandbytes")
-        raise UserMistake(f"{path}: weights in {method} format are not read; use unquantized ones")
-
-    def need(ok: bool, key: str, supported: str) -> None:
-        if not ok:
-            raise UserMistake(f"{path}: {key}={values.get(key)!r} is not supported; {supported} is")
-
-    model_type = values.get("model_type")
-    is_gemma, is_qwen35 = model_type == "gemma3_text", model_type == "qwen3_5_text"
-    known = is_gemma or is_qwen35 or model_type in LIKE_LLAMA
-    need(known, "model_type", f"{', '.join(LIKE_LLAMA)}, gemma3_text, gemma3 or qwen3_5")
-    for key, value in ONLY.items():
-        # Qwen2 always has the three biases. Every release of Qwen3 and Llama has false in this key.
-        if (model_type, key) != ("qwen2", "attention_bias"):
-            need(values.get(key, value) == value, key, json.dumps(value).strip('"'))
-    for key in REQUIRED_OF_GEMMA if is_gemma else REQUIRED:
-        if key not in values:
-            raise UserMistake(f"{path} has no {key!r}")
-    # transformers would warn that PyTorch is missing, which this project does not need.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import AutoConfig  # a second
-
-    with reading(f"{path} cannot be read"):
-        # Without the folder none of its code can run. transformers changes the values that it gets.
-        config = AutoConfig.for_model(**copy.deepcopy(values))
-    rope, gemma3, llama3 = config.rope_parameters, None, None
-    if is_gemma:
-        local_rope, rope = rope[LOCAL], rope[GLOBAL]
-        is_default = local_rope["rope_type"] == "default"
-        need(is_default, "rope_parameters", f"rope_type default for {LOCAL}")
-        need({*config.layer_types} <= {LOCAL, GLOBAL}, "layer_types", f"{LOCAL} or {GLOBAL}")
-        gemma3 = Gemma3(
-            rope_factor=float(rope["factor"]) if rope["rope_type"] == "linear" else 1.0,
-            local_rope_theta=float(local_rope["rope_theta"]),
-            window=config.sliding_window,
-            local_layers=tuple(layer_type == LOCAL for layer_type in config.layer_types),
-            sees_images="text_config" in file_values,
-        )
-    qwen35 = _qwen35(config, need) if is_qwen35 else None
-    # transformers 5 writes rope_parameters, and earlier versions wrote rope_scaling.
-    key = "rope_scaling" if "rope_scaling" in values else "rope_parameters"
-    scaled = "linear" if is_gemma else "llama3"
-    need(rope["rope_type"] in ("default", scaled), key, f"rope_type default or {scaled}")
-    if rope["rope_type"] == "llama3":
-        if "original_max_position_embeddings" not in values[key]:  # transformers would guess it
-            raise UserMistake(f"{path}: {key} has no 'original_max_position_embeddings'")
-        low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
-        llama3 = float(rope["factor"]), low, high, int(rope["original_max_position_embeddings"])
-    head_dim = getattr(config, "head_dim", None)  # some files leave it out
-    model = ModelConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_layers=config.num_hidden_layers,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=head_dim or config.hidden_size // config.num_attention_heads,
-        rms_norm_eps=config.rms_norm_eps,
-        rope_theta=float(rope["rope_theta"]),
-        rope_llama3=llama3,
-        tied=config.tie_word_embeddings,
-        qkv_bias=model_type == "qwen2",
-        qk_norm=model_type == "qwen3" or is_gemma or is_qwen35,
-        max_positions=config.max_position_embeddings,
-        gemma3=gemma3,
-        qwen35=qwen35,
-    )
-    return dataclasses.replace(model, **_of_family(config, model, file_values))
-
-
-def _of_family(config: Any, model: ModelConfig, values: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the ModelConfig that only this family sets. config: transformers'. values: of
-    config.json."""
-    if config.model_type == "gemma3_text":
-        multiplier = math.sqrt(model.head_dim / config.query_pre_attn_scalar)
-        return dict(embedding_multiplier=math.sqrt(model.hidden_size), query_multiplier=multiplier)
-    if config.model_type == "granite":
-        return dict(
-            embedding_multiplier=config.embedding_multiplier,
-            query_multiplier=config.attention_multiplier * math.sqrt(model.head_dim),
-            residual_multiplier=config.residual_multiplier,
-            logits_divisor=config.logits_scaling,
-        )
-    if config.model_type == "smollm3":
-        return dict(nope_layers=tuple(not x for x in config.no_rope_layers[: model.num_layers]))
-    if config.model_type == "mistral":
-        # Within its sliding window a token sees all others. null turns it off.
-        window = values.get("sliding_window", config.sliding_window) or math.inf
-        return dict(max_positions=min(model.max_positions, window))
-    return {}
-
-
-def _qwen35(config: Any, need: Callable[[bool, str, str], None]) -> Qwen35:
-    """The part of a ModelConfig of transformers' config of a Qwen3.5. need: see read_config."""
-    is_silu = getattr(config, "output_gate_type", "silu") in ("silu", "swish")
-    need(is_silu, "output_gate_type", "silu")
-    is_default = config.rope_parameters["rope_type"] == "default"
-    need(is_default, "rope_parameters", "rope_type default")
-    linear_layers = [*config.layer_types, GLOBAL].index(GLOBAL)
-    groups = [*[LINEAR] * linear_layers, GLOBAL] * (config.num_hidden_layers // (linear_layers + 1))
-    supported = f"one number of {LINEAR} layers before each {GLOBAL} layer"
-    need(config.layer_types == groups, "layer_types", supported)
-    rotated = config.head_dim * config.rope_parameters.get("partial_rotary_factor", 0.25)
-    return Qwen35(
-        linear_layers=linear_layers,
-        key_heads=config.linear_num_key_heads,
-        value_heads=config.linear_num_value_heads,
-        key_dim=config.linear_key_head_dim,
-        value_dim=config.linear_value_head_dim,
-        taps=config.linear_conv_kernel_dim,
-        rotated=int(rotated),
-    )
-
-
-def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:
-    """The values that are not null, also of dictionaries within them."""
-    return {
-        key: _without_nulls(value) if isinstance(value, dict) else value
-        for key, value in values.items()
-        if value is not None
-    }
-
-
-def _of_text(values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a config.json; of a model that also sees images, those of its language model,
-    which transformers can open."""
-    if values.get("model_type") not in TEXT_PARTS:
-        return values
-    architecture = {"architectures": [TEXT_PARTS[values["model_type"]]]}
-    tied = {key: values[key] for key in ("tie_word_embeddings",) if key in values}
-    return tied | values.get("text_config", {}) | architecture
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    with reading(f"{path} cannot be read"):
-        return json.loads(path.read_text(encoding="utf-8"))
 
 
 # ---- Weights -------------------------------------------------------------------------------------
@@ -421,7 +248,7 @@ def save_model(
     values = read_json(generation) if generation.is_file() else {}
     values["eos_token_id"] = [*stop_ids]  # a base model may only name the end of a text
     (folder / generation.name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    values = _of_text(read_json(source / "config.json"))
+    values = text_values(read_json(source / "config.json"))
     values = {key: value for key, value in values.items() if not LEFT_OUT.search(key)}
     values |= {"dtype": dtype.name, "torch_dtype": dtype.name}  # transformers 5 and earlier ones
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
@@ -513,19 +340,11 @@ def open_files(folder: Path, file: str) -> dict[str, Any]:
         shards = set(read_json(index)["weight_map"].values())
     tensors: dict[str, Any] = {}
     for name in sorted(shards):
-        _raise_if_without(folder, name, "weights are read as safetensors")
+        raise_if_without(folder, name, "weights are read as safetensors")
         with reading(f"{folder / name} is not a complete safetensors file"):
             handle = safe_open(folder / name, framework="numpy")
         tensors |= {key: handle.get_slice(key) for key in handle.keys()}  # noqa: SIM118
     return tensors
-
-
-def _raise_if_without(folder: Path, name: str, reason: str) -> None:
-    """Raises UserMistake if the folder has no such file; it names weights of another format."""
-    if not (folder / name).is_file():
-        unread = [*folder.glob("*model*.bin*"), *folder.glob("*.gguf"), *folder.glob("*.pth")]
-        instead = f", but {unread[0].name}" if unread else ""
-        raise UserMistake(f"MODEL_PATH={folder} has no {name}{instead}; {reason}")
 
 
 # ---- Tokenizer -----------------------------------------------------------------------------------
@@ -541,7 +360,7 @@ def load_tokenizer(folder: Path, chat_template: str = "") -> Any:
     # and give other ids than the file.
     from transformers import PreTrainedTokenizerFast
 
-    _raise_if_without(folder, "tokenizer.json", "give a folder with the model's tokenizer")
+    raise_if_without(folder, "tokenizer.json", "give a folder with the model's tokenizer")
     with reading(f"MODEL_PATH={folder}: its tokenizer cannot be read"):
         # Some files ask for removing spaces before punctuation from decoded text.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(
@@ -564,7 +383,7 @@ def read_stop_ids(folder: Path, tokenizer: Any, vocab_size: float = math.inf) ->
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
             values = read_json(folder / name)
-            eos += [part.get("eos_token_id") for part in (values, _of_text(values))]
+            eos += [part.get("eos_token_id") for part in (values, text_values(values))]
     stops = {i for ids in eos for i in (ids if isinstance(ids, list) else [ids])} - {None}
     stops = {i for i in stops if i < vocab_size}  # the model draws no others
     if not stops:

@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec
 
 from model.attention import PackedRows
 from model.layout import Layout
-from model.params import Layers, Qwen35
+from model.params import Layers, LinearSizes
 
 CHUNK = 64  # tokens
 
@@ -64,12 +64,12 @@ def _decay_and_beta(a: jax.Array, b: jax.Array, w: Layers) -> tuple[jax.Array, j
     return -jnp.exp(w.a_log) * jax.nn.softplus(a + dt_bias), jax.nn.sigmoid(b)
 
 
-def _split_channels(x: jax.Array, sizes: Qwen35, axis: int = -1) -> list[jax.Array]:
+def _split_channels(x: jax.Array, sizes: LinearSizes, axis: int = -1) -> list[jax.Array]:
     width = sizes.key_heads * sizes.key_dim
     return jnp.split(x, [width, 2 * width], axis=axis)
 
 
-def _heads(channels: Iterable[jax.Array], sizes: Qwen35) -> tuple[jax.Array, ...]:
+def _heads(channels: Iterable[jax.Array], sizes: LinearSizes) -> tuple[jax.Array, ...]:
     """Queries and keys [..., N, dk] and values [..., N*M, dv] from their channels [..., N*dk] or
     [..., N*M*dv] after the convolution. Keys have length 1, and queries 1 / sqrt(dk)."""
     q, k, v = channels
@@ -86,7 +86,7 @@ def _heads(channels: Iterable[jax.Array], sizes: Qwen35) -> tuple[jax.Array, ...
 
 
 def linear_attention_token(
-    qkv: jax.Array, a: jax.Array, b: jax.Array, w: Layers, sizes: Qwen35, state: State
+    qkv: jax.Array, a: jax.Array, b: jax.Array, w: Layers, sizes: LinearSizes, state: State
 ) -> tuple[jax.Array, State]:
     """The outputs [B, N*M, dv] float32 of one new token of each sequence, and the new states. The
     arguments are those of linear_attention."""
@@ -112,7 +112,7 @@ def linear_attention(
     a: jax.Array,
     b: jax.Array,
     w: Layers,
-    sizes: Qwen35,
+    sizes: LinearSizes,
     rows: PackedRows,
     layout: Layout,
 ) -> tuple[jax.Array, State]:
@@ -189,7 +189,7 @@ def _take_chunks(chunks: jax.Array, indices: jax.Array) -> jax.Array:
 
 
 def _rows_of_device(
-    sizes: Qwen35,
+    sizes: LinearSizes,
     S: int,
     channels: list[jax.Array],
     taps: list[jax.Array],

@@ -219,7 +219,7 @@ def save_adapters(
     if chat_template:
         (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
     targets = [*lora.targets]
-    if model.gemma3 and model.gemma3.sees_images:  # the vision tower has a q_proj, too
+    if model.sees_images:  # the vision tower has a q_proj, too
         paths = {name.partition(".lora_")[0] for name in tensors}
         targets = sorted(path.removeprefix("base_model.model.") for path in paths)
     values = {

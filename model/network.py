@@ -4,15 +4,15 @@
 In all three the last token of the prompt is fed together with the completion. Prefill therefore
 computes only keys and values, and the hidden state of token i predicts completion token i:
 
-    prefill   _, kv = forward(prompt[:, :-1])                           once per prompt
-    decode    hidden, kv = forward_token(last token, Cache(kv, ...))    once per new token
+    prefill   _, kvs = forward(prompt[:, :-1])                          once per prompt
+    decode    hidden, kvs = forward_token(last token, Cache(kvs, ...))  once per new token
     training  hidden, _ = forward([prompt[:-1] of some prompts,
                                    (last token, completion[:-1]) of their completions])
 
 A training input is a row of such prompts and completions, end to end (rows.py).
 
-The layer loop iterates over periods: a layer with full attention, in Qwen3.5 behind linear layers,
-which have a state instead of keys and values (linear_attention.py).
+The layer loop iterates over periods: a layer with full attention, in some models behind linear
+layers, which have a state instead of keys and values (linear_attention.py).
 
 Dimensions: X rows of t tokens: packed rows, or the P prompts of S tokens in prefill; B sequences in
 decode, V vocabulary, D model, F feed-forward, L layers, H query heads, N kv heads, h head_dim.
@@ -38,10 +38,11 @@ from model.attention import (
     write_token,
 )
 from model.blocks import block_attention
+from model.families import ACTIVATIONS, inverse_frequencies
 from model.int8 import Int8, matmul
 from model.layout import TRAIN_BATCH_AXES, Layout, constrain, constrain_batch, exchange, gather_fsdp
 from model.linear_attention import State, gated_norm, linear_attention, linear_attention_token
-from model.params import Layers, Leaf, Lora, ModelConfig, Params, inverse_frequencies, param_table
+from model.params import LINEAR, Layers, Leaf, Lora, ModelConfig, Params, param_table
 from model.splash import splash_attention
 
 Rotary = tuple[jax.Array, jax.Array]  # cos and sin of the rotary angles
@@ -80,13 +81,13 @@ def split_prefix(prompt_ids: jax.Array, prompt_mask: jax.Array) -> tuple[jax.Arr
 
 def forward(
     params: Params, compute: ComputeConfig, ids: jax.Array, positions: jax.Array, rows: PackedRows
-) -> tuple[jax.Array, KV | tuple[KV, ...]]:
+) -> tuple[jax.Array, list[Any]]:
     """The final hidden states of `ids`, whose products with the lm_head are the logits, and their
     keys and values, for prefill and training.
 
     ids, positions: [X, t] int32. rows: which tokens see each other.
-    Returns hidden [X, t, D] in compute.dtype, and the KV of all layers: stacked like params.layers,
-    or a tuple of layers.
+    Returns hidden [X, t, D] in compute.dtype, and the KV or the State of each layer of a period,
+    those of all periods stacked like params.layers, or in a tuple.
     """
     layout, model = compute.layout, compute.model
     rotary = _rotary(model, positions)
@@ -115,30 +116,30 @@ def forward(
 
     def run_period(
         x: jax.Array, w_and_variant: tuple[LayerWeights, jax.Array | None]
-    ) -> tuple[jax.Array, KV]:
-        (*linear, full), variant, states = w_and_variant[0].layers_of_period(), w_and_variant[1], []
-        for w in linear:
-            x, state = linear_layer(x, w)
-            states.append(state)
-        x, kv = layer(x, (full, variant))
-        return x, kv._replace(states=tuple(states))
+    ) -> tuple[jax.Array, list[Any]]:
+        (weights, variant), kvs = w_and_variant, []
+        for kind, w in zip(model.period, weights.layers_of_period(), strict=True):
+            x, kv = linear_layer(x, w) if kind == LINEAR else layer(x, (w, variant))
+            kvs.append(kv)
+        return x, kvs
 
     x = _embed(params.embed, ids, compute)  # [X*t, D]
-    kvs: KV | tuple[KV, ...] = ()
     if isinstance(params.layers, Layers):
         weights = LayerWeights(params.layers, params.adapters)
         x, kvs = jax.lax.scan(run_period, x, (weights, _variant(model)))
     else:
+        kvs_of_periods = []
         for i in range(model.num_periods):
-            x, kv = run_period(x, (_weights_of_period(params, i), _variant(model, i)))
-            kvs = (*kvs, kv)
+            x, kvs = run_period(x, (_weights_of_period(params, i), _variant(model, i)))
+            kvs_of_periods.append(kvs)
+        kvs = [*zip(*kvs_of_periods, strict=True)]
     hidden = _rms_norm(x, params.final_norm, model) / model.logits_divisor
     return hidden.reshape(*ids.shape, -1), kvs
 
 
 def forward_token(
     params: Params, compute: ComputeConfig, token: jax.Array, position: jax.Array, cache: Cache
-) -> tuple[jax.Array, KV | tuple[KV, ...]]:
+) -> tuple[jax.Array, list[Any]]:
     """The final hidden states of one new token of each sequence, for decode.
 
     token, position: [B] int32. cache: the keys and values that the tokens see.
@@ -148,21 +149,23 @@ def forward_token(
     rotary = _rotary(compute.model, position[:, None])
 
     def run_period(i: int | jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
-        x, completion = carry
-        (*linear, w), states = _weights_of_period(params, i).layers_of_period(), []
-        for w_linear, state in zip(linear, select_layer(completion, i).states, strict=True):
-            attend = functools.partial(linear_attention_token, state=state)
-            x, state = _linear_layer(x, w_linear, compute, attend)
-            states.append(state)
-        w, variant = _cast_and_gather(w, compute), _variant(compute.model, i)
-        q, kv, gate = _qkv(x, w, compute, _rotary_of_layer(rotary, variant))
-        kv = kv._replace(states=tuple(states))
-        completion = write_token(completion, i, kv, cache.slot)
-        layer_cache = cache._replace(
-            prompt=select_layer(cache.prompt, i), completion=select_layer(completion, i)
-        )
-        out = cached_attention(q, layer_cache, compute.layout, _window(compute.model, variant))
-        return _output_proj_and_mlp(x, out, w, compute, gate), completion
+        (x, old), kvs, variant = carry, [], _variant(compute.model, i)
+        parts = _weights_of_period(params, i).layers_of_period(), cache.prompt, old
+        for kind, w, prompt, completion in zip(compute.model.period, *parts, strict=True):
+            if kind == LINEAR:
+                state = select_layer(completion, i)
+                attend = functools.partial(linear_attention_token, state=state)
+                x, state = _linear_layer(x, w, compute, attend)
+                kvs.append(write_token(completion, i, state, cache.slot))
+                continue
+            w = _cast_and_gather(w, compute)
+            q, kv, gate = _qkv(x, w, compute, _rotary_of_layer(rotary, variant))
+            kvs.append(write_token(completion, i, kv, cache.slot))
+            prompt, completion = select_layer(prompt, i), select_layer(kvs[-1], i)
+            layer_cache = cache._replace(prompt=prompt, completion=completion)
+            out = cached_attention(q, layer_cache, compute.layout, _window(compute.model, variant))
+            x = _output_proj_and_mlp(x, out, w, compute, gate)
+        return x, kvs
 
     carry = _embed(params.embed, token[:, None], compute), cache.completion
     if isinstance(params.layers, Layers):
@@ -253,7 +256,7 @@ def _linear_layer(
     names = "in_qkv", "in_z", "in_a", "in_b"
     projected = [w.project(y, name, model.lora) for name in names]
     qkv, z, a, b = exchange(projected, layout)
-    out, state = attend(qkv, a, b, w.base, model.qwen35)
+    out, state = attend(qkv, a, b, w.base, model.linear)
     out = gated_norm(out, z, w.base.out_norm, model.rms_norm_eps)
     return _output_proj_and_mlp(x, out, w, compute), state
 
@@ -261,8 +264,8 @@ def _linear_layer(
 def _qkv(
     x: jax.Array, w: LayerWeights, compute: ComputeConfig, rotary: Rotary
 ) -> tuple[jax.Array, KV, jax.Array | None]:
-    """Rotated queries [X, t, H, h], the KV, and in Qwen3.5 the gate [X, t, H, h] of attention, of
-    the input [X*t, D] of a layer."""
+    """Rotated queries [X, t, H, h], the KV, and the gate [X, t, H, h] of attention or None, of the
+    input [X*t, D] of a layer."""
     model, layout, base = compute.model, compute.layout, w.base
     X, t = rotary[0].shape[:2]
     y = _rms_norm(x, base.attn_norm, model)
@@ -275,7 +278,7 @@ def _qkv(
     counts = model.num_heads, model.num_kv_heads, model.num_kv_heads
     arrays = zip(exchange(projected, layout), counts, strict=True)
     (q, k, v), gate = (z.reshape(X, t, count, -1) for z, count in arrays), None
-    if model.qwen35:  # the gate follows the queries in each head
+    if model.output_gate:  # it follows the queries in each head
         q, gate = jnp.split(q, 2, axis=-1)
     q = _rotate(_rms_norm(q, base.q_norm, model), rotary, model.query_multiplier)
     k = _rotate(_rms_norm(k, base.k_norm, model), rotary)
@@ -307,16 +310,10 @@ def _output_proj_and_mlp(
     y = constrain(w.project(out, "wo", lora), layout, TRAIN_BATCH_AXES)
     x = x + scaled(y, w.base.attn_post_norm)
     y = _rms_norm(x, w.base.mlp_norm, model)
-    y = _activation(w.project(y, "gate", lora), model) * w.project(y, "up", lora)  # [X*t, F]
+    activation = ACTIVATIONS[model.activation]
+    y = activation(w.project(y, "gate", lora)) * w.project(y, "up", lora)  # [X*t, F]
     y = constrain(w.project(y, "down", lora), layout, TRAIN_BATCH_AXES)
     return x + scaled(y, w.base.mlp_post_norm)
-
-
-def _activation(x: jax.Array, model: ModelConfig) -> jax.Array:
-    if model.gemma3 is None:
-        return jax.nn.silu(x)
-    # In bfloat16 the 1 + tanh of GELU would have few digits where x is negative.
-    return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
 
 
 def _rms_norm(x: jax.Array, scale: jax.Array | None, model: ModelConfig) -> jax.Array:
@@ -324,7 +321,7 @@ def _rms_norm(x: jax.Array, scale: jax.Array | None, model: ModelConfig) -> jax.
         return x
     x32 = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + model.rms_norm_eps)
-    if model.gemma3 or model.qwen35:  # The scale is rounded first, as in the copy of the rollout.
+    if model.norm_adds_one:  # The scale is rounded first, as in the copy of the rollout.
         return (x32 * inverse * (1 + scale.astype(x.dtype).astype(jnp.float32))).astype(x.dtype)
     return (x32 * inverse).astype(x.dtype) * scale.astype(x.dtype)
 
@@ -333,8 +330,8 @@ def _rms_norm(x: jax.Array, scale: jax.Array | None, model: ModelConfig) -> jax.
 
 
 def _rotary(model: ModelConfig, positions: jax.Array) -> Rotary:
-    """cos and sin [X, t, 1, h/2] float32 of positions [X, t]; [2, X, t, 1, h/2] with two variants
-    of layers; of Qwen3.5 [X, t, 1, rotated/2]."""
+    """cos and sin [X, t, 1, h/2] float32 of positions [X, t], with several variants of layers
+    [variants, X, t, 1, h/2]; fewer than h/2 if a part of h is rotated."""
     angles = positions[:, :, None, None].astype(jnp.float32) * inverse_frequencies(model)
     return jnp.cos(angles), jnp.sin(angles)
 
@@ -346,7 +343,7 @@ def _rotary_of_layer(rotary: Rotary, variant: jax.Array | None) -> Rotary:
 
 def _rotate(x: jax.Array, rotary: Rotary, multiplier: float = 1.0) -> jax.Array:
     """x [X, t, heads, h] with its halves (not pairs) rotated, as Hugging Face's weights need it,
-    and multiplied. Of Qwen3.5 only the first numbers of h are rotated."""
+    and multiplied. If cos has fewer numbers, only the first ones of h are rotated."""
     cos, sin = rotary
     half = cos.shape[-1]
     ends = [half] if 2 * half == x.shape[-1] else [half, 2 * half]
@@ -356,14 +353,15 @@ def _rotate(x: jax.Array, rotary: Rotary, multiplier: float = 1.0) -> jax.Array:
 
 
 def _variant(model: ModelConfig, i: int | jax.Array | slice = slice(None)) -> jax.Array | None:
-    """int32, ModelConfig.layer_variants as 1 and 0: of layer i, or [L] of all layers; None if all
-    layers are alike."""
+    """int32, ModelConfig.layer_variants: of layer i, or [L] of all layers; None if all layers are
+    alike."""
     variants = model.layer_variants
     return jnp.array(variants, jnp.int32)[i] if variants else None
 
 
 def _window(model: ModelConfig, variant: jax.Array | None) -> jax.Array | None:
-    """How many positions a token sees in a layer of Gemma 3; None for other families."""
-    if model.gemma3 is None or variant is None:
+    """How many positions a token sees in a layer; None if no layer has a window."""
+    if not model.has_windows():
         return None
-    return jnp.where(variant, model.gemma3.window, ALL_POSITIONS)
+    windows = [variant.window or ALL_POSITIONS for variant in model.variants]
+    return jnp.array(windows, jnp.int32)[0 if variant is None else variant]

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
@@ -39,34 +38,40 @@ class Lora(NamedTuple):
         return self.alpha / self.rank
 
 
-class Gemma3(NamedTuple):
-    """The part of a ModelConfig that only Gemma 3 has. Its norms, which also follow attention and
-    feed-forward, multiply by 1 + scale. Its feed-forward uses GELU. Its local layers have a sliding
-    window; the others are global."""
+class Rope(NamedTuple):
+    """Rotary positions (RoPE, arXiv 2104.09864), whose frequencies families.py computes."""
 
-    rope_factor: float  # positions are divided by it in global layers
-    local_rope_theta: float
-    window: int  # positions that a token sees in a local layer, its own included
-    local_layers: tuple[bool, ...]  # [L], True for a local layer
-    sees_images: bool = False  # the folder also has a vision tower, which is not read
+    theta: float
+    rotated: int | None = None  # the first numbers of a head, which alone are rotated; None: all
+    factor: float = 1.0  # positions are divided by it
+    # factor, low, high and original positions of Llama 3.1, which slows long wavelengths
+    llama3: tuple[float, float, float, int] | None = None
 
 
-class Qwen35(NamedTuple):
-    """The part of a ModelConfig that only Qwen3.5 has. Its layers come in periods: linear layers
-    (linear_attention.py), then a layer with full attention, which rotates a part of each head and
-    multiplies its output by the sigmoid of a gate. Norms multiply by 1 + scale."""
+class Variant(NamedTuple):
+    """What may differ between layers with full attention, whose weights have the same shapes."""
 
-    linear_layers: int  # of a period
+    rope: Rope | None  # None: nothing is rotated
+    window: int | None = None  # positions that a token sees, its own included; None: all
+
+
+FULL, LINEAR = "full_attention", "linear_attention"  # kinds of layers
+
+
+class LinearSizes(NamedTuple):
+    """The sizes of linear layers (linear_attention.py)."""
+
     key_heads: int
     value_heads: int
     key_dim: int  # numbers of a key head
     value_dim: int
     taps: int  # of the convolution
-    rotated: int  # in full-attention layers, RoPE rotates this many first dimensions of a head
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
+    """What a model computes. families.py sets the fields; no other file knows the families."""
+
     vocab_size: int  # V
     hidden_size: int  # D
     intermediate_size: int  # F
@@ -75,46 +80,52 @@ class ModelConfig:
     num_kv_heads: int  # N
     head_dim: int  # h
     rms_norm_eps: float
-    rope_theta: float
-    rope_llama3: tuple[float, float, float, int] | None  # factor, low, high, original positions
+    variants: tuple[Variant, ...]
     tied: bool  # the embedding is also the lm_head
-    qkv_bias: bool
-    qk_norm: bool
     max_positions: int  # tokens; at most the sliding window of Mistral 7B v0.1
+    qkv_bias: bool = False
+    qk_norm: bool = False
     lora: Lora | None = None  # None: training changes all weights
+    layer_variants: tuple[int, ...] = ()  # [L], the index of its variant; (): all have the first
+    period: tuple[str, ...] = (FULL,)  # the kinds of layers that repeat; the last is FULL
+    linear: LinearSizes | None = None  # None: the period has no LINEAR layers
+    output_gate: bool = False  # attention's output is multiplied by the sigmoid of a gate
+    norm_adds_one: bool = False  # norms multiply by 1 + scale
+    post_norms: bool = False  # norms also follow attention and feed-forward
+    activation: str = "silu"  # of the feed-forward, in ACTIVATIONS of families.py
     embedding_multiplier: float = 1.0  # of embeddings; in Gemma 3 sqrt(D)
     query_multiplier: float = 1.0  # of queries, in addition to the 1 / sqrt(h) of attention
     residual_multiplier: float = 1.0  # of what attention and feed-forward add to their input
     logits_divisor: float = 1.0  # Granite's logits_scaling
-    nope_layers: tuple[bool, ...] = ()  # [L], True without rotary angles; (): all have them
-    gemma3: Gemma3 | None = None  # None: the model is of another family
-    qwen35: Qwen35 | None = None  # None: the model is of another family
+    # Fields of Layers, and the names of their tensors in files where they are not those of Llama.
+    names: tuple[tuple[str, str], ...] = ()
+    sees_images: bool = False  # transformers opens it with a vision tower, which is not read
 
     @property
     def num_periods(self) -> int:
-        """The periods of layers, which the layer loop takes one by one. Except in Qwen3.5 a period
-        is a single layer."""
-        return self.num_layers // (1 + self.qwen35.linear_layers if self.qwen35 else 1)
+        """The periods of layers, which the layer loop takes one by one."""
+        return self.num_layers // len(self.period)
 
-    @property
-    def layer_variants(self) -> tuple[bool, ...]:
-        """[L], True for local layers of Gemma 3 and for those without rotary angles; () if all
-        layers are alike."""
-        return self.gemma3.local_layers if self.gemma3 else self.nope_layers
+    def count_layers(self, kind: str) -> int:
+        return self.num_periods * self.period.count(kind)
+
+    def has_windows(self) -> bool:
+        return any(variant.window for variant in self.variants)
 
 
 @flax.struct.dataclass
 class Layers:
     """The weights of one layer, in the shapes below, or of the layers of all periods, stacked along
-    a first dimension. An array that a layer does not have is None. In Qwen3.5 these are the layers
-    with full attention. init_params gives random numbers to the arrays in the order of the fields.
+    a first dimension. An array that a layer does not have is None. The linear layers of a period
+    are in its layer with full attention. init_params gives random numbers to the arrays in the
+    order of the fields.
 
-    The shapes of linear layers have the names of Qwen35; channels = 2 key_heads * key_dim +
+    The shapes of linear layers have the names of LinearSizes; channels = 2 key_heads * key_dim +
     value_heads * value_dim.
     """
 
     attn_norm: Any = None  # [D]
-    wq: Any = None  # [D, H*h]; in Qwen3.5 [D, H*2*h], with a gate behind each head's queries
+    wq: Any = None  # [D, H*h]; with output_gate [D, H*2*h], a gate behind each head's queries
     wk: Any = None  # [D, N*h]
     wv: Any = None  # [D, N*h]
     wo: Any = None  # [H*h, D]; of a linear layer [value_heads*value_dim, D]
@@ -123,12 +134,12 @@ class Layers:
     bv: Any = None  # [N*h]
     q_norm: Any = None  # [h]
     k_norm: Any = None  # [h]
-    attn_post_norm: Any = None  # [D], of Gemma 3
+    attn_post_norm: Any = None  # [D], of post_norms
     mlp_norm: Any = None  # [D]
     gate: Any = None  # [D, F]
     up: Any = None  # [D, F]
     down: Any = None  # [F, D]
-    mlp_post_norm: Any = None  # [D], of Gemma 3
+    mlp_post_norm: Any = None  # [D], of post_norms
     in_qkv: Any = None  # [D, channels]; from here on: of linear layers
     in_z: Any = None  # [D, value_heads*value_dim], for the gate of the output
     in_b: Any = None  # [D, value_heads], for beta
@@ -226,15 +237,14 @@ def _in_int8(leaf: Leaf) -> Leaf:
 
 
 def _layer_table(model: ModelConfig) -> Layers:
-    *linear, full = (_leaves_at(model, i) for i in range(model.num_layers // model.num_periods))
+    *linear, full = (_leaves_at(model, i) for i in range(len(model.period)))
     return dataclasses.replace(full, linear=linear or None)
 
 
 def _leaves_at(model: ModelConfig, index: int) -> Layers:
     """The leaves of the layers with this index in their periods."""
-    layers_per_period = model.num_layers // model.num_periods
     D, F = model.hidden_size, model.intermediate_size
-    numbers, block = range(index, model.num_layers, layers_per_period), "model.layers.{}."
+    numbers, block = range(index, model.num_layers, len(model.period)), "model.layers.{}."
 
     L, leaf = len(numbers), functools.partial(Leaf, layers=numbers)
 
@@ -248,10 +258,8 @@ def _leaves_at(model: ModelConfig, index: int) -> Layers:
         return leaf((L, size), (None, axis), block + name, kind=kind)
 
     leaves: dict[str, Any]
-    gemma, after_attention = model.gemma3 is not None, "post_attention_layernorm.weight"
-    # In the other families this is the name of the norm before the feed-forward.
-    before_mlp = "pre_feedforward_layernorm.weight" if gemma else after_attention
-    if (sizes := model.qwen35) and index < layers_per_period - 1:
+    if model.linear and model.period[index] == LINEAR:
+        sizes = model.linear
         attn, heads, width = "linear_attn.", sizes.value_heads, sizes.value_heads * sizes.value_dim
         channels = 2 * sizes.key_heads * sizes.key_dim + width
         taps = (L, channels, 1, sizes.taps), (None, "tp", None, None)
@@ -269,8 +277,7 @@ def _leaves_at(model: ModelConfig, index: int) -> Layers:
     else:
         attn, h = "self_attn.", model.head_dim
         query_width, kv_width = model.num_heads * h, model.num_kv_heads * h
-        # In Qwen3.5 the gate follows the queries in each head.
-        widths = {"q": (2 if sizes else 1) * query_width, "k": kv_width, "v": kv_width}
+        widths = {"q": (1 + model.output_gate) * query_width, "k": kv_width, "v": kv_width}
         leaves = {f"w{x}": split_out(D, n, f"{attn}{x}_proj") for x, n in widths.items()}
         leaves["wo"] = split_in(query_width, D, attn + "o_proj")
         if model.qkv_bias:
@@ -278,17 +285,18 @@ def _leaves_at(model: ModelConfig, index: int) -> Layers:
             leaves |= {f"b{x}": bias(n, f"{attn}{x}_proj.bias") for x, n in widths.items()}
         if model.qk_norm:
             leaves |= {f"{x}_norm": vector(h, f"{attn}{x}_norm.weight") for x in "qk"}
-        if gemma:
-            leaves["attn_post_norm"] = vector(D, after_attention)
-            leaves["mlp_post_norm"] = vector(D, "post_feedforward_layernorm.weight")
-    return Layers(
-        attn_norm=vector(D, "input_layernorm.weight"),
-        mlp_norm=vector(D, before_mlp),
-        gate=split_out(D, F, "mlp.gate_proj"),
-        up=split_out(D, F, "mlp.up_proj"),
-        down=split_in(F, D, "mlp.down_proj"),
-        **leaves,
-    )
+        if model.post_norms:
+            leaves |= {x: vector(D, x) for x in ("attn_post_norm", "mlp_post_norm")}
+    leaves |= {
+        "attn_norm": vector(D, "input_layernorm.weight"),
+        "mlp_norm": vector(D, "post_attention_layernorm.weight"),
+        "gate": split_out(D, F, "mlp.gate_proj"),
+        "up": split_out(D, F, "mlp.up_proj"),
+        "down": split_in(F, D, "mlp.down_proj"),
+    }
+    for field, name in model.names:
+        leaves[field] = dataclasses.replace(leaves[field], name=block + name)
+    return Layers(**leaves)
 
 
 def _adapter_table(layers: Layers, model: ModelConfig, lora: Lora) -> Layers:
@@ -299,7 +307,7 @@ def _adapter_table(layers: Layers, model: ModelConfig, lora: Lora) -> Layers:
         block, module, _ = matrix.name.rsplit(".", 2)
         if matrix.kind != "matrix" or module not in lora.targets:
             return None
-        if model.gemma3 and model.gemma3.sees_images:  # transformers' name of its language model
+        if model.sees_images:  # transformers' name of its language model
             block = block.replace("model.", "model.language_model.", 1)
         (L, n_in, n_out), (_, in_axis, out_axis) = matrix.shape, matrix.axes
         name, rank = f"base_model.model.{block}.{module}.lora_", lora.rank
@@ -393,7 +401,7 @@ def init_params(model: ModelConfig, key: jax.Array) -> Params:
             return jax.random.uniform(leaf_key, leaf.shape, minval=-bound, maxval=bound)
         if leaf.kind == "a_log":
             return jnp.log(jax.random.uniform(leaf_key, leaf.shape, minval=0.01, maxval=16))
-        adds_one = leaf.kind == "norm" and (model.gemma3 or model.qwen35)  # to the scale
+        adds_one = leaf.kind == "norm" and model.norm_adds_one
         ones = leaf.kind in ("norm", "out_norm", "dt_bias") and not adds_one
         return jnp.ones(leaf.shape) if ones else jnp.zeros(leaf.shape)
 
@@ -446,24 +454,3 @@ def is_unrolled(part: Any) -> bool:
 
 def lm_head(params: Params) -> jax.Array:
     return params.embed if params.lm_head is None else params.lm_head
-
-
-@functools.lru_cache
-def inverse_frequencies(model: ModelConfig) -> np.ndarray:
-    """[h/2] float32 radians per position; [2, 1, 1, 1, h/2] with two variants of layers.
-    rope_llama3 lowers the frequencies of long wavelengths, as in Llama 3.1. Qwen3.5 rotates a part
-    of h numbers."""
-    rotated = model.qwen35.rotated if model.qwen35 else model.head_dim
-    half = np.arange(0, rotated, 2, dtype=np.float64) / rotated
-    inverse = model.rope_theta**-half
-    if gemma := model.gemma3:
-        inverse = np.stack([inverse / gemma.rope_factor, gemma.local_rope_theta**-half])
-        inverse = inverse[:, None, None, None]
-    if model.rope_llama3:
-        factor, low, high, original = model.rope_llama3
-        turns = original * inverse / (2 * np.pi)  # full turns within the original context
-        keep = np.clip((turns - low) / (high - low), 0.0, 1.0)  # 1 leaves a wavelength as it is
-        inverse = keep * inverse + (1 - keep) * inverse / factor
-    if model.nope_layers:  # cos is 1 and sin is 0, which leaves queries and keys as they are
-        inverse = np.stack([inverse, 0 * inverse])[:, None, None, None]
-    return inverse.astype(np.float32)

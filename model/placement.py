@@ -27,7 +27,7 @@ from model.layout import (
 )
 from model.linear_attention import CHUNK
 from model.network import ComputeConfig
-from model.params import ModelConfig, param_table, raise_if_indivisible
+from model.params import FULL, LINEAR, ModelConfig, param_table, raise_if_indivisible
 from model.splash import LANES, MAX_COMPLETION_TOKENS, MAX_ROW_TOKENS
 
 # The longest time that a chip may take to read its weights once, as every decoded token requires.
@@ -76,8 +76,8 @@ def plan_compute(
     itemsize = jnp.dtype(dtype).itemsize
     auto: tuple[int, ...] = (1, -1, 1)
     heads = {"query heads": model.num_heads}
-    if model.qwen35:
-        heads["key heads of linear layers"] = model.qwen35.key_heads
+    if model.linear:
+        heads["key heads of linear layers"] = model.linear.key_heads
     if model.lora:  # adapters need little memory, so the base is split only as far as it has to be
         common = math.gcd(*heads.values())
         auto = (-1, 1, rollout_tp(model, devices, itemsize, math.inf, common)[0])
@@ -93,7 +93,7 @@ def plan_compute(
     processes, T = len(devices) // devices_per_process(devices), cfg.max_length_sample
     sequences = sizes.micro_batch_size * processes // layout.batch_shards  # of the widest row
     prompts = sequences // completions_per_prompt_in_shard(cfg.num_pre_q, sequences)
-    chunk = CHUNK if model.qwen35 else 1  # as in RowLimits.widest
+    chunk = CHUNK if model.linear else 1  # as in RowLimits.widest
     tokens = [prompts * -(-n // chunk) * chunk for n in (S, sequences // prompts * T)]
     row_tokens = sum(-(-n // LANES) * LANES for n in tokens)
     impl = choose_attention(cfg.attention_impl, model, platform, mesh.shape["tp"], row_tokens, T)
@@ -174,8 +174,8 @@ def choose_attention(
         obstacle = f"it is a TPU kernel, and this is {platform}"
     elif model.head_dim % 64:
         obstacle = f"it needs a head_dim that is a multiple of 64, not {model.head_dim}"
-    elif model.gemma3:
-        obstacle = "it has no sliding window, and Gemma 3 has"
+    elif model.has_windows():
+        obstacle = "it has no sliding window, and the model has"
     elif model.num_kv_heads % tp:
         obstacle = f"MESH_SHAPE's tp={tp} does not divide {model.num_kv_heads} kv heads"
     elif row > MAX_ROW_TOKENS or completion > MAX_COMPLETION_TOKENS:
@@ -251,8 +251,7 @@ def update_flops(model: ModelConfig, prompts: np.ndarray, completions: np.ndarra
     tokens.
     """
     S, T, attention = prompts, completions, attention_flops(model, prompts, completions)
-    if model.qwen35:
-        attention += linear_attention_flops(model) * (S.sum() + T.sum())
+    attention += linear_attention_flops(model) * (S.sum() + T.sum())
     layers = jax.tree.leaves(param_table(model).layers)
     matrices = sum(math.prod(leaf.shape) for leaf in layers if leaf.kind == "matrix")
     head = model.vocab_size * model.hidden_size * T.sum()
@@ -263,18 +262,19 @@ def update_flops(model: ModelConfig, prompts: np.ndarray, completions: np.ndarra
 def attention_flops(model: ModelConfig, prompts: np.ndarray, completions: np.ndarray) -> float:
     """The FLOPs of scores and values in a forward, with the lengths of update_flops."""
     S, T = prompts[:, None], completions  # [P, 1], [P, K]
-    # The pairs of a query and a key. Sliding windows are ignored: for Gemma 3 these are too many.
+    # The pairs of a query and a key. Sliding windows are ignored: with them these are too many.
     pairs = (S**2 / 2).sum() + (T * S + T**2 / 2).sum()
-    return 4 * model.num_heads * model.head_dim * model.num_periods * pairs
+    return 4 * model.num_heads * model.head_dim * model.count_layers(FULL) * pairs
 
 
 def linear_attention_flops(model: ModelConfig) -> float:
     """The FLOPs of the delta rule for a token in forward, in all layers."""
-    assert (sizes := model.qwen35), "other families have no linear layers"
+    if (sizes := model.linear) is None:
+        return 0.0
     dk, dv = sizes.key_dim, sizes.value_dim
     # The products of keys and queries with the keys of the chunk.
     key_head_flops = 4 * CHUNK * dk
     # The triangular system, the product with the corrections, and three with the state.
     value_head_flops = CHUNK * (dk + dv) + 2 * CHUNK * dv + 6 * dk * dv
     layer_flops = sizes.key_heads * key_head_flops + sizes.value_heads * value_head_flops
-    return (model.num_layers - model.num_periods) * layer_flops
+    return model.count_layers(LINEAR) * layer_flops

@@ -29,7 +29,7 @@ from loss_pallas import Kernel
 from model.layout import ROLLOUT_BATCH_AXES, TRAIN_BATCH_AXES, Layout
 from model.network import ComputeConfig
 from model.next_token import Sampling
-from model.params import Leaf, ModelConfig, Params, param_shardings, param_table
+from model.params import Leaf, ModelConfig, Params, Rope, Variant, param_shardings, param_table
 from rows import Batch, MicroBatch, RowShape, pack, prompts_of
 from sampling import Completions, NaiveBackend, Stopping
 from tools.bench import make_random_model
@@ -45,8 +45,7 @@ MODEL = ModelConfig(
     num_kv_heads=2,
     head_dim=8,
     rms_norm_eps=1e-6,
-    rope_theta=1e4,
-    rope_llama3=None,
+    variants=(Variant(Rope(1e4)),),
     tied=True,
     qkv_bias=False,
     qk_norm=False,
@@ -105,7 +104,12 @@ def choices_of(name: str) -> list[str]:
 # ---- A model whose distributions depend on every token, in float64 numpy and on devices ----------
 
 QWEN2 = dataclasses.replace(
-    MODEL, vocab_size=40, rms_norm_eps=1e-5, rope_theta=100.0, tied=False, qkv_bias=True
+    MODEL,
+    vocab_size=40,
+    rms_norm_eps=1e-5,
+    variants=(Variant(Rope(100.0)),),
+    tied=False,
+    qkv_bias=True,
 )
 
 
@@ -126,7 +130,8 @@ def weights() -> Params:
 def numpy_logits(params: Params, ids: Sequence[int], c: ModelConfig = QWEN2) -> np.ndarray:
     """[n, V] float64: the logits after each of n tokens, by a Qwen2."""
     n = len(ids)
-    angles = np.arange(n)[:, None] * c.rope_theta ** (-np.arange(0, c.head_dim, 2) / c.head_dim)
+    theta, h = c.variants[0].rope.theta, c.head_dim
+    angles = np.arange(n)[:, None] * theta ** (-np.arange(0, h, 2) / h)
     cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
 
     def norm(x: np.ndarray, scale: np.ndarray) -> np.ndarray:

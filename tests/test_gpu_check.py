@@ -93,8 +93,7 @@ def test_a_run_that_fails_leaves_its_exit_code_in_the_fields(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
     """The run reads the model of random weights before it refuses the mesh."""
-    sizes = (580, 32, 48, 1, 4, 2, 8, True, 512)
-    monkeypatch.setitem(gpu_check.KNOWN_MODELS, "made/small", sizes)
+    monkeypatch.setitem(gpu_check.KNOWN_MODELS, "made/small", {"num_hidden_layers": 1})
     monkeypatch.setattr(gpu_check.tempfile, "tempdir", str(tmp_path))
     arguments = "--steps 3 MAX_LENGTH_SAMPLE=8 MESH_SHAPE=3,1,1"
     assert gpu_check.measure_steps("made/small", arguments) == {"exit_code": 2}

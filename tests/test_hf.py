@@ -24,7 +24,16 @@ from fingerprint import result_fingerprint
 from infra.mistakes import UserMistake
 from model import hf
 from model.layout import make_mesh
-from model.params import Gemma3, ModelConfig, Params, Qwen35, param_shardings
+from model.params import (
+    FULL,
+    LINEAR,
+    LinearSizes,
+    ModelConfig,
+    Params,
+    Rope,
+    Variant,
+    param_shardings,
+)
 from rewards import SYSTEM_PROMPT
 from startup import set_up
 
@@ -66,24 +75,40 @@ def test_config_by_hand(tmp_path: Path) -> None:
 
     sizes = dict(vocab_size=48, hidden_size=32, intermediate_size=40, num_layers=2, num_heads=4)
     sizes |= dict(num_kv_heads=2, rms_norm_eps=1e-5, max_positions=256)
-    plain = dict(head_dim=8, rope_llama3=None, tied=False, qkv_bias=False, qk_norm=False)
-    gemma3 = Gemma3(8.0, 50.0, 16, (True, False))
-    qwen35 = Qwen35(1, 2, 4, 6, 10, taps=4, rotated=6)
-    of_gemma = dict(rope_theta=5e3, gemma3=gemma3, embedding_multiplier=32**0.5)
-    of_gemma |= dict(query_multiplier=(12 / 20) ** 0.5)
+    plain = dict(head_dim=8, tied=False)
+    names = dict(attn_post_norm="post_attention_layernorm.weight")
+    names |= dict(mlp_norm="pre_feedforward_layernorm.weight")
+    names |= dict(mlp_post_norm="post_feedforward_layernorm.weight")
+    of_gemma = dict(layer_variants=(1, 0), qk_norm=True, norm_adds_one=True, post_norms=True)
+    of_gemma |= dict(activation="gelu", names=(*names.items(),), head_dim=12, tied=True)
+    of_gemma |= dict(embedding_multiplier=32**0.5, query_multiplier=(12 / 20) ** 0.5)
+    of_qwen35 = dict(head_dim=12, qk_norm=True, norm_adds_one=True, output_gate=True)
+    of_qwen35 |= dict(period=(LINEAR, FULL), linear=LinearSizes(2, 4, 6, 10, taps=4))
     multipliers = dict(embedding_multiplier=1.5, query_multiplier=0.2 * 8**0.5)
     multipliers |= dict(residual_multiplier=0.22, logits_divisor=0.75)
     expected = {
-        "qwen2": dict(rope_theta=700.0, qkv_bias=True),
-        "qwen2_tied": dict(rope_theta=300.0, qkv_bias=True, tied=True),
-        "qwen3": dict(rope_theta=200.0, head_dim=12, qk_norm=True),
-        "llama3": dict(rope_theta=100.0, rope_llama3=(8.0, 1.0, 4.0, 32)),
-        "gemma3": of_gemma | dict(head_dim=12, qk_norm=True, tied=True),
-        "mistral": dict(rope_theta=150.0),
-        "smollm3": dict(rope_theta=250.0, tied=True, nope_layers=(False, True)),
-        "granite": multipliers | dict(rope_theta=350.0),
-        "qwen3_5": dict(rope_theta=400.0, head_dim=12, qk_norm=True, qwen35=qwen35),
+        "qwen2": dict(qkv_bias=True),
+        "qwen2_tied": dict(qkv_bias=True, tied=True),
+        "qwen3": dict(head_dim=12, qk_norm=True),
+        "llama3": {},
+        "gemma3": of_gemma,
+        "mistral": {},
+        "smollm3": dict(tied=True, layer_variants=(0, 1)),
+        "granite": multipliers,
+        "qwen3_5": of_qwen35,
     }
+    ropes = {
+        "qwen2": Rope(700.0),
+        "qwen2_tied": Rope(300.0),
+        "qwen3": Rope(200.0),
+        "llama3": Rope(100.0, llama3=(8.0, 1.0, 4.0, 32)),
+        "gemma3": Rope(5e3, factor=8.0),
+        "mistral": Rope(150.0),
+        "smollm3": Rope(250.0),
+        "granite": Rope(350.0),
+        "qwen3_5": Rope(400.0, rotated=6),
+    }
+    others = {"gemma3": Variant(Rope(50.0), window=16), "smollm3": Variant(None)}
     for family in FAMILIES:
         write_config(tmp_path, FAMILIES[family])
         AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "saved")
@@ -92,8 +117,11 @@ def test_config_by_hand(tmp_path: Path) -> None:
         nulls = {**dict.fromkeys(optional.split()), **FAMILIES[family]}
         (tmp_path / "nulls").mkdir(exist_ok=True)
         write_config(tmp_path / "nulls", nulls | {"attention_bias": family.startswith("qwen2")})
+        other = (others[family],) if family in others else ()
+        variants = Variant(ropes[family]), *other
         for folder in (tmp_path, tmp_path / "saved", tmp_path / "nulls"):
-            assert hf.read_config(folder) == ModelConfig(**sizes | plain | expected[family])
+            model = ModelConfig(variants=variants, **sizes | plain | expected[family])
+            assert hf.read_config(folder) == model
 
 
 # The config.json of a Gemma 3 of 4B parts.
@@ -114,9 +142,9 @@ def test_what_a_gemma_that_also_sees_images_leaves_out_is_as_in_the_released_mod
     model = hf.read_config(tmp_path)
     assert (model.vocab_size, model.max_positions, model.tied) == (262208, 131072, True)
     assert (model.num_heads, model.num_kv_heads, model.head_dim) == (8, 4, 256)
-    assert (model.rms_norm_eps, model.rope_theta) == (1e-6, 1e6)
-    local_layers = tuple(i % 6 < 5 for i in range(34))
-    assert model.gemma3 == Gemma3(8.0, 1e4, 1024, local_layers, sees_images=True)
+    assert (model.rms_norm_eps, model.sees_images) == (1e-6, True)
+    assert model.variants == (Variant(Rope(1e6, factor=8.0)), Variant(Rope(1e4), window=1024))
+    assert model.layer_variants == tuple(int(i % 6 < 5) for i in range(34))
 
 
 def test_a_mistral_takes_no_more_tokens_than_its_sliding_window(tmp_path: Path) -> None:

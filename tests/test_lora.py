@@ -40,13 +40,16 @@ from metrics import describe_drift, drift_level
 from model import hf, lora
 from model.attention import prompt_rows
 from model.blocks import with_key_blocks
+from model.families import QWEN35
 from model.layout import shard_batch
 from model.network import ComputeConfig, forward
 from model.params import (
+    FULL,
+    LINEAR,
     Adapter,
+    LinearSizes,
     Lora,
     Params,
-    Qwen35,
     arrange_layers,
     cast,
     combine_params,
@@ -232,7 +235,8 @@ def test_the_drift_that_rounding_explains_depends_on_the_dtypes() -> None:
     assert words in drift(0.0011, level)
     rollout = training._replace(dtype=jnp.dtype("bfloat16"))
     assert drift(0.049, drift_level(False, training, rollout)) == ""
-    linear = dataclasses.replace(MODEL, qwen35=Qwen35(1, 2, 4, 6, 10, 4, 4))
+    sizes = LinearSizes(2, 4, 6, 10, 4)
+    linear = dataclasses.replace(MODEL, period=(LINEAR, FULL), linear=sizes, **QWEN35)
     level = drift_level(False, training._replace(model=linear), rollout)
     assert drift(0.06, level) == ""  # measured
 

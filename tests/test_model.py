@@ -29,7 +29,7 @@ from small_model import (
     write_folder,
 )
 
-from model import hf
+from model import families, hf
 from model.attention import KV, Cache, PackedRows, map_kv, prompt_rows
 from model.blocks import block_attention
 from model.layout import ROLLOUT_BATCH_AXES, TRAIN_BATCH_AXES, Layout, make_mesh, shard_batch
@@ -44,8 +44,9 @@ from model.network import (
 )
 from model.one_softmax import attend_with_one_softmax, has_one_softmax
 from model.params import (
-    Gemma3,
     Params,
+    Rope,
+    Variant,
     arrange_layers,
     init_params,
     lm_head,
@@ -60,8 +61,8 @@ MODEL = dataclasses.replace(
     vocab_size=32,
     num_layers=2,
     rms_norm_eps=1e-5,
-    rope_theta=100.0,
-    rope_llama3=(8.0, 1.0, 4.0, 16),
+    variants=(Variant(Rope(100.0, llama3=(8.0, 1.0, 4.0, 16))), Variant(None)),
+    layer_variants=(0, 1),
     tied=False,
     qkv_bias=True,
     qk_norm=True,
@@ -69,12 +70,12 @@ MODEL = dataclasses.replace(
     query_multiplier=0.8,
     residual_multiplier=0.6,
     logits_divisor=1.25,
-    nope_layers=(False, True),
 )
 # Sequences have up to 12 tokens, and tokens of local layers see four.
-GEMMA = dataclasses.replace(MODEL, num_layers=3, rope_llama3=None, tied=True, qkv_bias=False)
-GEMMA = dataclasses.replace(GEMMA, gemma3=Gemma3(8.0, 30.0, 4, (True, False, True)))
-GEMMA = dataclasses.replace(GEMMA, nope_layers=(), residual_multiplier=1.0, logits_divisor=1.0)
+GEMMA = dataclasses.replace(MODEL, num_layers=3, tied=True, qkv_bias=False, **families.GEMMA)
+VARIANTS = Variant(Rope(100.0, factor=8.0)), Variant(Rope(30.0), window=4)
+GEMMA = dataclasses.replace(GEMMA, variants=VARIANTS, layer_variants=(1, 0, 1))
+GEMMA = dataclasses.replace(GEMMA, residual_multiplier=1.0, logits_divisor=1.0)
 ONE_DEVICE = small_model.train_layout(1, 1, 1)
 FLOAT32 = ComputeConfig(MODEL, jnp.dtype("float32"), ONE_DEVICE)
 GEMMA_FLOAT32 = FLOAT32._replace(model=GEMMA)

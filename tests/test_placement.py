@@ -20,6 +20,7 @@ from infra.mistakes import UserMistake
 from infra.sizes import derive_sizes
 from loss_pallas import Kernel
 from model import placement
+from model.families import QWEN35
 from model.layout import (
     ROLLOUT_BATCH_AXES,
     TRAIN_BATCH_AXES,
@@ -31,7 +32,7 @@ from model.layout import (
     shard_batch,
 )
 from model.network import ComputeConfig
-from model.params import Lora, ModelConfig, Qwen35, param_table
+from model.params import FULL, LINEAR, LinearSizes, Lora, ModelConfig, param_table
 from model.placement import choose_attention, num_params, plan_compute, rollout_tp, update_flops
 from startup import set_up
 from tools.plan import KNOWN_MODELS, known_config
@@ -233,7 +234,8 @@ def test_the_flops_of_linear_attention_by_hand() -> None:
     2 * 2 * 64 * 4 for a token. A value head of 6 numbers solves a triangular system with 4 + 6
     columns, 64 * 10, multiplies corrections, 2 * 64 * 6, and its state three times, 3 * 2 * 4 * 6.
     Two of the four layers are linear."""
-    model = dataclasses.replace(MODEL, num_layers=4, qwen35=Qwen35(1, 1, 2, 4, 6, 4, 4))
+    model = dataclasses.replace(MODEL, num_layers=4, period=(LINEAR, FULL), **QWEN35)
+    model = dataclasses.replace(model, linear=LinearSizes(1, 2, 4, 6, 4))
     linear = 2 * (1024 + 2 * (640 + 768 + 144))
     lengths, longer = (np.array([3]), np.array([[2]])), (np.array([3]), np.array([[3]]))
     added = update_flops(model, *longer) - update_flops(model, *lengths)
@@ -260,7 +262,8 @@ def test_a_training_mesh_that_splits_a_head_is_refused_and_auto_makes_none() -> 
     with pytest.raises(UserMistake, match="^MESH_SHAPE .*tp=8 does not divide the model's 12 qu"):
         plan_compute(cfg, model, derive_sizes(cfg, 1, 8), 16, jax.devices())
     linear = dataclasses.replace(MODEL, num_layers=4, num_heads=8, num_kv_heads=8, vocab_size=64)
-    linear = dataclasses.replace(linear, qwen35=Qwen35(1, 4, 8, 4, 8, 4, 4))
+    linear = dataclasses.replace(linear, period=(LINEAR, FULL), **QWEN35)
+    linear = dataclasses.replace(linear, linear=LinearSizes(4, 8, 4, 8, 4))
     with pytest.raises(UserMistake, match="tp=8 does not divide the model's 4 key heads of linear"):
         plan_compute(cfg, linear, derive_sizes(cfg, 1, 8), 16, jax.devices())
     full = [device("NVIDIA H100 80GB HBM3", bytes_limit=1)] * 8
@@ -293,7 +296,7 @@ WINDOWED = known_config("google/gemma-3-1b-it")
         ("auto", MODEL, "tpu", 1, 4096, "xla"),
         ("splash", MODEL, "tpu", 1, 4096, "a head_dim that is a multiple of 64, not 8"),
         ("auto", WINDOWED, "tpu", 1, 4096, "xla"),
-        ("splash", WINDOWED, "tpu", 1, 4096, "it has no sliding window, and Gemma 3 has"),
+        ("splash", WINDOWED, "tpu", 1, 4096, "it has no sliding window, and the model has"),
         ("auto", WIDE, "tpu", 16, 4096, "xla"),
         ("splash", WIDE, "tpu", 16, 4096, "MESH_SHAPE's tp=16 does not divide 8 kv heads"),
         ("auto", WIDE, "tpu", 1, 2**17 + 1, "xla"),

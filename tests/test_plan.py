@@ -244,10 +244,9 @@ from tools.launches import count_launches
 known = plan.known_config
 def few_layers(name, revision=""):
     model = known(name)
-    gemma3 = model.gemma3 and model.gemma3._replace(local_layers=(True, False))
-    qwen35 = model.qwen35 and model.qwen35._replace(linear_layers=1)
-    layers = 4 if qwen35 else 2
-    return dataclasses.replace(model, num_layers=layers, gemma3=gemma3, qwen35=qwen35)
+    variants, period = model.layer_variants and (1, 0), model.period[-2:]
+    layers = 2 * len(period)
+    return dataclasses.replace(model, num_layers=layers, layer_variants=variants, period=period)
 plan.known_config = few_layers
 for model, settings, names in json.loads(sys.argv[1]):
     env = settings | {"MODEL_PATH": model}

@@ -39,14 +39,19 @@ from config import Config
 from data import pad_prompts
 from model import blocks, hf
 from model.attention import KV, prompt_rows
+from model.families import QWEN35
 from model.linear_attention import CHUNK
 from model.network import ComputeConfig, forward
 from model.next_token import Sampling
 from model.params import (
+    FULL,
+    LINEAR,
     Leaf,
+    LinearSizes,
     ModelConfig,
     Params,
-    Qwen35,
+    Rope,
+    Variant,
     abstract_params,
     arrange_layers,
     lm_head,
@@ -66,8 +71,10 @@ MODEL = dataclasses.replace(
     num_layers=4,
     max_positions=512,
     qkv_bias=False,
-    qk_norm=True,
-    qwen35=Qwen35(1, key_heads=2, value_heads=4, key_dim=6, value_dim=10, taps=4, rotated=4),
+    variants=(Variant(Rope(100.0, rotated=4)),),
+    period=(LINEAR, FULL),
+    linear=LinearSizes(key_heads=2, value_heads=4, key_dim=6, value_dim=10, taps=4),
+    **QWEN35,
 )
 
 
@@ -100,7 +107,7 @@ def rms(x: np.ndarray, model: ModelConfig) -> np.ndarray:
 
 def linear_layer(y: np.ndarray, w: Any, model: ModelConfig) -> np.ndarray:
     """The output of linear attention before its projection, [n, value_heads * value_dim]."""
-    c, n = model.qwen35, len(y)
+    c, n = model.linear, len(y)
     x = np.concatenate([np.zeros((c.taps - 1, w.in_qkv.shape[1])), y @ w.in_qkv])
     x = silu(sum(x[i : i + n] * w.taps[:, 0, i] for i in range(c.taps)))
     q, k, v = np.split(x, [c.key_heads * c.key_dim, 2 * c.key_heads * c.key_dim], axis=1)
@@ -120,8 +127,9 @@ def linear_layer(y: np.ndarray, w: Any, model: ModelConfig) -> np.ndarray:
 
 def full_layer(y: np.ndarray, w: Any, model: ModelConfig) -> np.ndarray:
     """The gated output of attention before its projection, [n, H*h]."""
-    n, H, h, half = len(y), model.num_heads, model.head_dim, model.qwen35.rotated // 2
-    angles = np.arange(n)[:, None, None] * model.rope_theta ** (-np.arange(half) / half)
+    n, H, h, rope = len(y), model.num_heads, model.head_dim, model.variants[0].rope
+    half = rope.rotated // 2
+    angles = np.arange(n)[:, None, None] * rope.theta ** (-np.arange(half) / half)
 
     def rotate(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
         a, b, rest = np.split(rms(x, model) * (1 + scale), [half, 2 * half], axis=-1)
@@ -313,10 +321,10 @@ def test_the_states_of_decoding_are_as_large_for_any_number_of_tokens() -> None:
         ids = jax.ShapeDtypeStruct((2, S + 1), jnp.int32)
         prefix = prefill.eval_shape(params, compute, ids, ids)
         begin = functools.partial(KV.begin_completions, num_sequences=16, tokens=width)
-        kvs = [jax.eval_shape(begin, kv) for kv in prefix]
-        assert {kv.k.shape for kv in kvs} == {(16, 2, 256, width)}
-        states = jax.tree.leaves([kv.states for kv in kvs])
-        sizes.append(sum(x.size * x.dtype.itemsize for x in states))
+        *states, full = prefix
+        assert {jax.eval_shape(begin, kv).k.shape for kv in full} == {(16, 2, 256, width)}
+        # A prompt has as many states as each of its 8 completions.
+        sizes.append(sum(8 * x.size * x.dtype.itemsize for x in jax.tree.leaves(states)))
     conv = 18 * 3 * 6144 * 2
     assert sizes == [16 * (18 * 2**20 + conv)] * 2
 

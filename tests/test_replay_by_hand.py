@@ -87,7 +87,7 @@ class Sequence(NamedTuple):
 
     def scored(self, weights: Params) -> np.ndarray:
         """The log-probability of each token that was drawn, among those that could be drawn."""
-        logits_of = reference if self.model.qwen35 else numpy_logits
+        logits_of = reference if self.model.linear else numpy_logits
         logits = logits_of(weights, np.concatenate([self.prompt, self.ids]), self.model)
         table = np.log(numpy_softmax(logits / TEMPERATURE))  # [n, V]
         table = table[len(self.prompt) - 1 : -1][self.drawn]  # [drawn, V]

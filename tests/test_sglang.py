@@ -24,7 +24,8 @@ from extras.sglang import (
     raise_if_engine_cannot_compute,
 )
 from infra.mistakes import UserMistake
-from model.params import Gemma3, Qwen35, arrange_layers, init_params
+from model.families import GEMMA, QWEN35
+from model.params import arrange_layers, init_params
 
 # ---- What stops a run ----------------------------------------------------------------------------
 
@@ -49,7 +50,6 @@ def test_an_engine_is_refused_in_several_processes_and_on_a_gpu(monkeypatch) -> 
 
 
 MODEL_128 = dataclasses.replace(MODEL, qkv_bias=True, head_dim=128)
-GEMMA3 = Gemma3(1.0, 1e4, 16, (True, True, False))
 BACKEND = {"ROLLOUT_BACKEND": "sglang_jax", "MAX_LENGTH_SAMPLE": "64", "MODEL_PATH": "x"}
 
 
@@ -76,8 +76,8 @@ def test_lengths_and_devices_that_do_not_suit_the_engine_are_refused(
     "change, words",
     [
         ({"qkv_bias": False}, "samples qwen2 and qwen3, and not this model.s family; use"),
-        ({"gemma3": GEMMA3}, "samples qwen2 and qwen3, and not this model.s family; use"),
-        ({"qwen35": Qwen35(1, 2, 2, 8, 8, 4, 32)}, "not this model.s family; use"),
+        (GEMMA, "samples qwen2 and qwen3, and not this model.s family; use"),
+        (QWEN35, "not this model.s family; use"),
         ({"head_dim": 64}, "needs a head_dim that is a multiple of 128, and the model has 64"),
     ],
 )

@@ -30,7 +30,7 @@ def widen_heads(source: Path, target: Path, head_dim: int) -> None:
     times, rest = divmod(head_dim, model.head_dim)
     if rest or not times:
         raise UserMistake(f"{head_dim} is not a multiple of the model's head_dim, {model.head_dim}")
-    if model.qk_norm or model.rope_llama3:
+    if model.qk_norm or model.variants[0].rope.llama3:
         raise UserMistake(f"{source}: norms of heads and Llama 3's angles change with head_dim")
     tensors = load_file(source / "model.safetensors")
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors*"))

@@ -41,9 +41,6 @@ FULL = (
     MAX_LENGTH_SAMPLE=256 TRAIN_MICRO_BATCH_SIZE=32""",
 )
 SMALL = ["bench.py"], "--steps 4 MAX_LENGTH_SAMPLE=32"  # the model of bench.py
-# The values of KNOWN_MODELS in config.json.
-VALUES = """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
-    num_key_value_heads head_dim tie_word_embeddings max_position_embeddings""".split()
 TOLERANCE = 2e-2  # bfloat16 rounds to 8 significant bits, and a gradient several times
 
 
@@ -95,8 +92,7 @@ def measure_steps(name: str, arguments: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         model, trace, words = Path(folder) / "model", Path(folder) / "trace", arguments.split()
         if name in KNOWN_MODELS:
-            values = dict(zip(VALUES, KNOWN_MODELS[name], strict=True))
-            make_random_model(REPO / "tiny", model, values)
+            make_random_model(REPO / "tiny", model, KNOWN_MODELS[name])
             words += ["--model", str(model)]
         try:
             args = make_parser().parse_args(words)

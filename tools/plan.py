@@ -40,21 +40,14 @@ from infra.sizes import (
     suggest_smaller_size,
 )
 from model import hf
-from model.attention import map_kv
+from model.attention import without_states
 from model.blocks import with_key_blocks
+from model.families import parse_config
 from model.layout import devices_per_process, mesh_text
 from model.lora import read_lora
 from model.network import ComputeConfig
 from model.next_token import Sampling, support_size
-from model.params import (
-    Gemma3,
-    ModelConfig,
-    Params,
-    Qwen35,
-    abstract_params,
-    combine_params,
-    param_formats,
-)
+from model.params import ModelConfig, Params, abstract_params, combine_params, param_formats
 from model.placement import num_params, plan_compute, raise_if_too_long, rollout_mesh_text
 from optimizer import abstract_state, apply_update
 from rows import SHORT_SEQUENCES, Batch, MicroBatch, RowShape, pack
@@ -440,9 +433,9 @@ def rollout_programs(
     )
     # In stacked keys and values the dimension of layers comes before that of sequences.
     kv_axes = (None, batch_axes) if rollout.layer_loop == "scan" else (batch_axes,)
-    prompt = map_kv(lambda kv: kv._replace(states=()), prefix)
     state = on_mesh(state, batch_axes)._replace(
-        prompt=on_mesh(prompt, *kv_axes), completion=on_mesh(state.completion, *kv_axes)
+        prompt=on_mesh(without_states(prefix), *kv_axes),
+        completion=on_mesh(state.completion, *kv_axes),
     )
     arguments = weights, rollout, prompt_ids, prompt_mask
     programs = {
@@ -497,71 +490,64 @@ def micro_batch(plan: Plan, shape: RowShape) -> MicroBatch:
 
 # ---- Well-known models ---------------------------------------------------------------------------
 
+QWEN2 = {"model_type": "qwen2", "rms_norm_eps": 1e-6, "rope_theta": 1e6}
+QWEN3 = QWEN2 | {"model_type": "qwen3"}
+QWEN3_2507 = QWEN3 | {"rope_theta": 5e6}
+HEADS = {"linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+QWEN35_16 = {"model_type": "qwen3_5_text", "rms_norm_eps": 1e-6, "rope_theta": 1e7, **HEADS}
+QWEN35_16 |= {"linear_num_value_heads": 16, "partial_rotary_factor": 0.25}
+QWEN35_32 = QWEN35_16 | {"linear_num_value_heads": 32}
+QWEN35_48 = QWEN35_16 | {"linear_num_value_heads": 48}
+SCALING = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALING |= {"original_max_position_embeddings": 8192}
+LLAMA32 = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 5e5, "rope_scaling": SCALING}
+MISTRAL = {"model_type": "mistral", "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None}
+SMOLLM2 = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 1e5}
+SMOLLM2_LARGE = SMOLLM2 | {"rope_theta": 1.3e5}
+SMOLLM3 = {"model_type": "smollm3", "rms_norm_eps": 1e-6, "rope_theta": 5e6, "pad_token_id": None}
+GEMMA3 = {"model_type": "gemma3_text", "rms_norm_eps": 1e-6, "sliding_window": 512}
+GEMMA3_4B = GEMMA3 | {"sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 8}}
+SIZES = """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads head_dim tie_word_embeddings max_position_embeddings""".split()
 # A model whose name has -Instruct, -Base, -it or -pt at its end or before its version has the same
-# sizes. `positions` is the smallest number of all variants. F: width of the feed-forward.
-KNOWN_MODELS = {  # V, D, F, L, H, N, h, tied, positions
-    "Qwen/Qwen2.5-0.5B": (151936, 896, 4864, 24, 14, 2, 64, True, 32768),
-    "Qwen/Qwen2.5-1.5B": (151936, 1536, 8960, 28, 12, 2, 128, True, 32768),
-    "Qwen/Qwen2.5-3B": (151936, 2048, 11008, 36, 16, 2, 128, True, 32768),
-    "Qwen/Qwen2.5-7B": (152064, 3584, 18944, 28, 28, 4, 128, False, 32768),
-    "Qwen/Qwen2.5-14B": (152064, 5120, 13824, 48, 40, 8, 128, False, 32768),
-    "Qwen/Qwen3-0.6B": (151936, 1024, 3072, 28, 16, 8, 128, True, 32768),
-    "Qwen/Qwen3-1.7B": (151936, 2048, 6144, 28, 16, 8, 128, True, 32768),
-    "Qwen/Qwen3-4B": (151936, 2560, 9728, 36, 32, 8, 128, True, 32768),
-    "Qwen/Qwen3-4B-Instruct-2507": (151936, 2560, 9728, 36, 32, 8, 128, True, 262144),
-    "Qwen/Qwen3-8B": (151936, 4096, 12288, 36, 32, 8, 128, False, 32768),
-    "Qwen/Qwen3.5-0.8B": (248320, 1024, 3584, 24, 8, 2, 256, True, 262144),
-    "Qwen/Qwen3.5-2B": (248320, 2048, 6144, 24, 8, 2, 256, True, 262144),
-    "Qwen/Qwen3.5-4B": (248320, 2560, 9216, 32, 16, 4, 256, True, 262144),
-    "Qwen/Qwen3.5-9B": (248320, 4096, 12288, 32, 16, 4, 256, False, 262144),
-    "Qwen/Qwen3.5-27B": (248320, 5120, 17408, 64, 24, 4, 256, False, 262144),
-    "meta-llama/Llama-3.2-1B": (128256, 2048, 8192, 16, 32, 8, 64, True, 131072),
-    "meta-llama/Llama-3.2-3B": (128256, 3072, 8192, 28, 24, 8, 128, True, 131072),
-    "mistralai/Mistral-7B-v0.3": (32768, 4096, 14336, 32, 32, 8, 128, False, 32768),
-    "HuggingFaceTB/SmolLM2-135M": (49152, 576, 1536, 30, 9, 3, 64, True, 8192),
-    "HuggingFaceTB/SmolLM2-360M": (49152, 960, 2560, 32, 15, 5, 64, True, 8192),
-    "HuggingFaceTB/SmolLM2-1.7B": (49152, 2048, 8192, 24, 32, 32, 64, True, 8192),
-    "HuggingFaceTB/SmolLM3-3B": (128256, 2048, 11008, 36, 16, 4, 128, True, 65536),
-    "google/gemma-3-270m": (262144, 640, 2048, 18, 4, 1, 256, True, 32768),
-    "google/gemma-3-1b": (262144, 1152, 6912, 26, 4, 1, 256, True, 32768),
-    "google/gemma-3-4b": (262208, 2560, 10240, 34, 8, 4, 256, True, 131072),
+# sizes. The number of positions is the smallest of all variants.
+ROWS: dict[str, tuple[Any, ...]] = {
+    "Qwen/Qwen2.5-0.5B": (QWEN2, 151936, 896, 4864, 24, 14, 2, 64, True, 32768),
+    "Qwen/Qwen2.5-1.5B": (QWEN2, 151936, 1536, 8960, 28, 12, 2, 128, True, 32768),
+    "Qwen/Qwen2.5-3B": (QWEN2, 151936, 2048, 11008, 36, 16, 2, 128, True, 32768),
+    "Qwen/Qwen2.5-7B": (QWEN2, 152064, 3584, 18944, 28, 28, 4, 128, False, 32768),
+    "Qwen/Qwen2.5-14B": (QWEN2, 152064, 5120, 13824, 48, 40, 8, 128, False, 32768),
+    "Qwen/Qwen3-0.6B": (QWEN3, 151936, 1024, 3072, 28, 16, 8, 128, True, 32768),
+    "Qwen/Qwen3-1.7B": (QWEN3, 151936, 2048, 6144, 28, 16, 8, 128, True, 32768),
+    "Qwen/Qwen3-4B": (QWEN3, 151936, 2560, 9728, 36, 32, 8, 128, True, 32768),
+    "Qwen/Qwen3-4B-Instruct-2507": (QWEN3_2507, 151936, 2560, 9728, 36, 32, 8, 128, True, 262144),
+    "Qwen/Qwen3-8B": (QWEN3, 151936, 4096, 12288, 36, 32, 8, 128, False, 32768),
+    "Qwen/Qwen3.5-0.8B": (QWEN35_16, 248320, 1024, 3584, 24, 8, 2, 256, True, 262144),
+    "Qwen/Qwen3.5-2B": (QWEN35_16, 248320, 2048, 6144, 24, 8, 2, 256, True, 262144),
+    "Qwen/Qwen3.5-4B": (QWEN35_32, 248320, 2560, 9216, 32, 16, 4, 256, True, 262144),
+    "Qwen/Qwen3.5-9B": (QWEN35_32, 248320, 4096, 12288, 32, 16, 4, 256, False, 262144),
+    "Qwen/Qwen3.5-27B": (QWEN35_48, 248320, 5120, 17408, 64, 24, 4, 256, False, 262144),
+    "meta-llama/Llama-3.2-1B": (LLAMA32, 128256, 2048, 8192, 16, 32, 8, 64, True, 131072),
+    "meta-llama/Llama-3.2-3B": (LLAMA32, 128256, 3072, 8192, 28, 24, 8, 128, True, 131072),
+    "mistralai/Mistral-7B-v0.3": (MISTRAL, 32768, 4096, 14336, 32, 32, 8, 128, False, 32768),
+    "HuggingFaceTB/SmolLM2-135M": (SMOLLM2, 49152, 576, 1536, 30, 9, 3, 64, True, 8192),
+    "HuggingFaceTB/SmolLM2-360M": (SMOLLM2, 49152, 960, 2560, 32, 15, 5, 64, True, 8192),
+    "HuggingFaceTB/SmolLM2-1.7B": (SMOLLM2_LARGE, 49152, 2048, 8192, 24, 32, 32, 64, True, 8192),
+    "HuggingFaceTB/SmolLM3-3B": (SMOLLM3, 128256, 2048, 11008, 36, 16, 4, 128, True, 65536),
+    "google/gemma-3-270m": (GEMMA3, 262144, 640, 2048, 18, 4, 1, 256, True, 32768),
+    "google/gemma-3-1b": (GEMMA3, 262144, 1152, 6912, 26, 4, 1, 256, True, 32768),
+    "google/gemma-3-4b": (GEMMA3_4B, 262208, 2560, 10240, 34, 8, 4, 256, True, 131072),
 }
-VALUE_HEADS = {"0.8B": 16, "2B": 16, "4B": 32, "9B": 32, "27B": 48}  # of Qwen3.5
+KNOWN_MODELS = {  # the values of their config.json
+    name: dict(zip(SIZES, sizes, strict=True)) | others for name, (others, *sizes) in ROWS.items()
+}
 ENDINGS = re.compile("-(Instruct|Base|it|pt)(?=$|-v)")
 
 
 def known_config(path: str, revision: str = "") -> ModelConfig:
-    """The ModelConfig of a folder, of a model in KNOWN_MODELS, or of a hub id; it needs no weights.
-
-    For a model in KNOWN_MODELS only the sizes are right; its rotary angles and the epsilon are not.
-    """
+    """The ModelConfig of a folder, of a model in KNOWN_MODELS, or of a hub id, without weights."""
     name = ENDINGS.sub("", path)
     known = [full for full in KNOWN_MODELS if name in (full, full.rpartition("/")[2])]
     if Path(path).is_dir() or revision or not known:
         return hf.read_config(hf.fetch_model(path, revision, ["config.json"]))
-    V, D, F, L, H, N, h, tied, positions = KNOWN_MODELS[known[0]]
-    gemma3, qwen35 = None, None
-    if "Qwen3.5" in name:
-        qwen35 = Qwen35(3, 16, VALUE_HEADS[name.rpartition("-")[2]], 128, 128, 4, 64)
-    if "gemma-3" in name:
-        window, local = 1024 if "4b" in name else 512, tuple((i + 1) % 6 > 0 for i in range(L))
-        gemma3 = Gemma3(1.0, 1e4, window, local)
-    return ModelConfig(
-        vocab_size=V,
-        hidden_size=D,
-        intermediate_size=F,
-        num_layers=L,
-        num_heads=H,
-        num_kv_heads=N,
-        head_dim=h,
-        rms_norm_eps=1e-6,
-        rope_theta=1e6,
-        rope_llama3=None,
-        tied=tied,
-        qkv_bias="Qwen2" in name,
-        qk_norm="Qwen3" in name or gemma3 is not None,
-        max_positions=positions,
-        nope_layers=tuple((i + 1) % 4 == 0 for i in range(L)) if "SmolLM3" in name else (),
-        gemma3=gemma3,
-        qwen35=qwen35,
-    )
+    return parse_config(Path(known[0]), KNOWN_MODELS[known[0]])

@@ -22,7 +22,7 @@ from infra.sizes import MICRO_SIZES, Sizes, completions_per_prompt_in_shard, div
 from model.layout import ROLLOUT_BATCH_AXES, Layout, make_mesh
 from model.linear_attention import CHUNK
 from model.network import ComputeConfig
-from model.params import ModelConfig, abstract_params, lm_head
+from model.params import FULL, LINEAR, ModelConfig, abstract_params, lm_head
 from model.placement import attention_flops, linear_attention_flops, update_flops
 from model.splash import MAX_ROW_TOKENS
 from sampling import stage_ends
@@ -102,9 +102,9 @@ def delta_rule_work(compute: ComputeConfig, tokens: float) -> np.ndarray:
     """What the delta rule in chunks adds to a forward of tokens, beyond its FLOPs of update_flops;
     a device has all chunks of its rows, and its part of the heads."""
     model, mesh = compute.model, compute.layout.mesh
-    if (sizes := model.qwen35) is None:
+    if (sizes := model.linear) is None:
         return np.zeros(4)
-    layers = model.num_layers - model.num_periods
+    layers = model.count_layers(LINEAR)
     flops = (RULE_PRODUCTS - 1) * linear_attention_flops(model)
     numbers = RULE_ARRAYS * layers * sizes.value_heads * sizes.value_dim
     kernels = RULE_KERNELS * layers * mesh.shape["tp"] / CHUNK
@@ -120,7 +120,7 @@ def rollout_work(
     # Decoding has no chunks, and a step's activations are few.
     work = forward_work(compute, lengths) - delta_rule_work(compute, completions.sum())
     work[1] = forward_work(compute, (prompts, 0 * completions))[1]
-    kv = 2 * model.num_periods * model.num_kv_heads * model.head_dim * compute.dtype.itemsize
+    kv = 2 * model.count_layers(FULL) * model.num_kv_heads * model.head_dim * compute.dtype.itemsize
     cached = kv * keys + STATE_PASSES * state_bytes(model) * sequences
     read, gathered = weight_bytes(compute)
     return work + steps * np.array([0, read + cached, gathered, KERNELS * model.num_layers])
@@ -128,10 +128,10 @@ def rollout_work(
 
 def state_bytes(model: ModelConfig) -> int:
     """The bytes of the states of a sequence in all linear layers; they do not grow with it."""
-    if (sizes := model.qwen35) is None:
+    if (sizes := model.linear) is None:
         return 0
     numbers = sizes.value_heads * sizes.key_dim * sizes.value_dim
-    return 4 * (model.num_layers - model.num_periods) * numbers
+    return 4 * model.count_layers(LINEAR) * numbers
 
 
 def update_work(compute: ComputeConfig, lengths: Lengths, micro_steps: float) -> np.ndarray:

@@ -17,7 +17,7 @@ import numpy as np
 from infra.chips import attribute_oom_to
 from infra.log import progress_bar
 from infra.sizes import PASS_SIZES, completions_per_prompt_in_shard
-from model.attention import Cache, map_kv, prompt_rows, without_states
+from model.attention import KV, Cache, map_kv, prompt_rows
 from model.layout import TRAIN_BATCH_AXES, concatenate_trees, constrain, local_part, shard_batch
 from model.logps import dot
 from model.network import ComputeConfig, forward, forward_token, split_prefix
@@ -115,7 +115,7 @@ class NaiveBackend:
             width=stage_ends(stopping.max_length_sample, compute.layer_loop)[0],
             sampling=sampling,
             stopping=stopping,
-        )._replace(prompt=without_states(prefix))
+        )._replace(prompt=map_kv(lambda x: x if isinstance(x, KV) else None, prefix))
         del prefix  # The completions have copies of its states.
         parts = decode_all(
             self._weights, compute, decoding, sampling=sampling, stopping=stopping, drop=drop
@@ -298,8 +298,7 @@ def begin_decoding(
         "done": earlier_tokens >= T,
         "outputs": outputs,
     }
-    copy_state = functools.partial(jnp.repeat, repeats=K, axis=_kv_axis(compute))
-    completion = map_kv(lambda kv: kv.begin_completions(B, width), prefix, copy_state)
+    completion = map_kv(lambda kv: kv.begin_completions(B, width), prefix)
     return Decoding(
         t=jnp.int32(0),
         live=jnp.int32(B // layout.batch_shards),

@@ -48,20 +48,9 @@ class KV(NamedTuple):
         return KV(jnp.pad(self.k, pad), jnp.pad(self.v, [*pad[:-2], pad[-1], pad[-2]]))
 
 
-def map_kv(
-    change: Callable[[KV], KV], kvs: Any, change_state: Callable[[jax.Array], Any] = lambda x: x
-) -> Any:
-    """Changes each KV, and each array of a State."""
-
-    def change_part(x: Any) -> Any:
-        return change(x) if isinstance(x, KV) else change_state(x)
-
-    return jax.tree.map(change_part, kvs, is_leaf=lambda x: isinstance(x, KV))
-
-
-def without_states(kvs: Any) -> Any:
-    """The keys and values of prompts, once their completions have copies of the states."""
-    return map_kv(lambda kv: kv, kvs, lambda state: None)
+def map_kv(change: Callable[[Any], Any], kvs: Any) -> Any:
+    """Changes each KV and each State, which has the same two methods."""
+    return jax.tree.map(change, kvs, is_leaf=lambda x: hasattr(x, "widen"))
 
 
 def select_layer(layers: Any, i: int | jax.Array) -> Any:
@@ -72,8 +61,8 @@ def select_layer(layers: Any, i: int | jax.Array) -> Any:
 
 
 def write_token(kvs: Any, i: int | jax.Array, new: Any, slot: jax.Array) -> Any:
-    """The KV or State of layer i of several layers, stacked or in a tuple, after one token: with
-    its keys and values, a KV `new`, written to this slot, or replaced by the State `new`."""
+    """The KV or State of all layers, stacked or in a tuple, after one token in layer i: with its
+    keys and values, the KV `new`, written to this slot, or with the State `new`."""
     if type(kvs) is tuple:
         if isinstance(new, KV):
             k = jax.lax.dynamic_update_slice(kvs[i].k, new.k, (0, 0, 0, slot))

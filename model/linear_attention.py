@@ -47,6 +47,14 @@ class State(NamedTuple):
     conv: jax.Array  # [X, taps-1, channels], the last inputs of the convolution
     delta: jax.Array  # [X, N*M, dk, dv] float32, the state of each value head
 
+    def begin_completions(self, num_sequences: int, tokens: int) -> "State":
+        """Copies for this number of completions; their size does not depend on the tokens."""
+        share = num_sequences // self.conv.shape[-3]
+        return State(jnp.repeat(self.conv, share, -3), jnp.repeat(self.delta, share, -4))
+
+    def widen(self, tokens: int) -> "State":
+        return self
+
 
 def gated_norm(out: jax.Array, z: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     """The outputs of linear attention, normalized in each head and multiplied by silu(z), in the

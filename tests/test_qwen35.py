@@ -4,6 +4,7 @@ that goes token by token through each sequence alone, in float64 numpy."""
 import dataclasses
 import functools
 import json
+import operator
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from chat import open_think_tag
 from config import Config
 from data import pad_prompts
 from model import blocks, hf
-from model.attention import KV, prompt_rows
+from model.attention import map_kv, prompt_rows
 from model.families import QWEN35
 from model.linear_attention import CHUNK
 from model.network import ComputeConfig, forward
@@ -320,11 +321,10 @@ def test_the_states_of_decoding_are_as_large_for_any_number_of_tokens() -> None:
     for S, width in ((64, 32), (1024, 4096)):
         ids = jax.ShapeDtypeStruct((2, S + 1), jnp.int32)
         prefix = prefill.eval_shape(params, compute, ids, ids)
-        begin = functools.partial(KV.begin_completions, num_sequences=16, tokens=width)
-        *states, full = prefix
-        assert {jax.eval_shape(begin, kv).k.shape for kv in full} == {(16, 2, 256, width)}
-        # A prompt has as many states as each of its 8 completions.
-        sizes.append(sum(8 * x.size * x.dtype.itemsize for x in jax.tree.leaves(states)))
+        begin = operator.methodcaller("begin_completions", 16, width)
+        *states, full = jax.eval_shape(functools.partial(map_kv, begin), prefix)
+        assert {kv.k.shape for kv in full} == {(16, 2, 256, width)}
+        sizes.append(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(states)))
     conv = 18 * 3 * 6144 * 2
     assert sizes == [16 * (18 * 2**20 + conv)] * 2
 

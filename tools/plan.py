@@ -40,7 +40,7 @@ from infra.sizes import (
     suggest_smaller_size,
 )
 from model import hf
-from model.attention import without_states
+from model.attention import KV, map_kv
 from model.blocks import with_key_blocks
 from model.families import parse_config
 from model.layout import devices_per_process, mesh_text
@@ -433,9 +433,9 @@ def rollout_programs(
     )
     # In stacked keys and values the dimension of layers comes before that of sequences.
     kv_axes = (None, batch_axes) if rollout.layer_loop == "scan" else (batch_axes,)
+    prompt = map_kv(lambda x: x if isinstance(x, KV) else None, prefix)
     state = on_mesh(state, batch_axes)._replace(
-        prompt=on_mesh(without_states(prefix), *kv_axes),
-        completion=on_mesh(state.completion, *kv_axes),
+        prompt=on_mesh(prompt, *kv_axes), completion=on_mesh(state.completion, *kv_axes)
     )
     arguments = weights, rollout, prompt_ids, prompt_mask
     programs = {

@@ -3,7 +3,7 @@ samples of completions."""
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 from chat import completion_parts, decode_part
 from infra.chips import chip_of
 from infra.log import Clock, RunLog, mean_without_nan, to_json_values
-from loss import MERGE, equal_groups
+from loss import MERGE, Estimator, equal_groups
 from model.network import ComputeConfig
 from model.params import ModelConfig
 from model.placement import update_flops
@@ -97,16 +97,19 @@ def drift_level(
     return scale * max(DRIFT_LEVELS[str(compute.dtype)] for compute in computes)
 
 
-def describe_drift(metrics: Mapping[str, float], level: float) -> str:
-    """A text if the log-probabilities of sampler and trainer differ by more than `level` nats on
-    average, the most that rounding explains, else "". metrics: of a step."""
+def check_drift(run: Run, log: RunLog, step: int, metrics: Mapping[str, float]) -> None:
+    """Raises RuntimeError in step 0, and prints a note in a later step, if the log-probabilities of
+    sampler and trainer differ by more than rounding explains. metrics: of the step."""
+    level = drift_level(run.cfg.filters_logps(), run.learner.compute, run.rollout.compute)
     difference = metrics.get("sampling_logp_difference/mean", 0.0)
-    if not difference > level:  # NaN: the loss is not finite either, and a note says so
-        return ""
-    return (
-        f"for the same weights, log-probabilities of sampler and trainer differ by "
-        f"{difference:.3g} nats on average; rounding explains at most {level:g}"
-    )
+    if difference > level:  # not NaN: the loss is not finite either, and a note says so
+        drift = (
+            f"for the same weights, log-probabilities of sampler and trainer differ by "
+            f"{difference:.3g} nats on average; rounding explains at most {level:g}"
+        )
+        if step == 0:
+            raise RuntimeError(drift)
+        log.print_line(f"note step={step}: {drift}")
 
 
 def step_lines(step: Step, breakdown: bool) -> list[str]:
@@ -221,13 +224,11 @@ def phase_seconds(clock: Clock) -> dict[str, float]:
     return {"rollout": seconds["rollout_sync"] + seconds["rollout_generate"], **seconds}
 
 
-def dynamic_sampling_metrics(
-    rounds: list[Batch], adv_estimator: str, reward_weights: Sequence[float]
-) -> dict[str, float]:
+def dynamic_sampling_metrics(rounds: list[Batch], estimator: Estimator) -> dict[str, float]:
     """The metrics of DYNAMIC_SAMPLING, over all sampled groups, including those that the step does
     not train on."""
     sampled = Batch.concatenate(rounds)
-    are_equal = have_equal_rewards(sampled, adv_estimator, reward_weights)  # [rounds * P]
+    are_equal = have_equal_rewards(sampled, estimator)  # [rounds * P]
     metrics = {
         "rounds": len(rounds),
         "kept_frac": 1 - are_equal.mean(),

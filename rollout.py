@@ -6,7 +6,6 @@ them on this process. T completion tokens, padded to MAX_LENGTH_SAMPLE.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,13 +13,12 @@ import numpy as np
 
 import data
 from chat import ChatFormat, completion_text
-from config import Config
 from contracts import Backend, Environments
 from infra.hosts import StopSignal
 from infra.log import progress_bar
 from infra.mistakes import UserMistake
 from infra.sizes import prompt_width
-from loss import equal_groups
+from loss import Estimator, equal_groups
 from model.layout import concatenate_trees, gather_processes, slice_of_process
 from model.network import ComputeConfig
 from model.next_token import Sampling
@@ -178,42 +176,34 @@ def gather_batch(
     return Batch(prompts, **gather_processes(arrays))
 
 
-def has_enough_groups(cfg: Config, rounds: list[Batch], reward_weights: Sequence[float]) -> bool:
-    """Whether a step has sampled enough rounds. One is enough without DYNAMIC_SAMPLING. With it,
-    sampling continues until P groups have rewards that differ, for at most
-    DYNAMIC_SAMPLING_MAX_ROUNDS rounds. All processes know all rewards, and so agree."""
-    if not rounds:
-        return False
-    if not cfg.dynamic_sampling or len(rounds) == cfg.dynamic_sampling_max_rounds:
-        return True
-    sampled = Batch.concatenate(rounds)
-    have_signal = ~have_equal_rewards(sampled, cfg.adv_estimator, reward_weights)  # [rounds * P]
-    return bool(have_signal.sum() >= len(rounds[0].prompts))
+def has_enough_groups(rounds: list[Batch], estimator: Estimator, max_rounds: int) -> bool:
+    """Whether a step has sampled enough rounds: max_rounds, or so many that P groups have rewards
+    that differ. All processes know all rewards, and so agree."""
+    if not rounds or len(rounds) == max_rounds:
+        return bool(rounds)
+    are_equal = have_equal_rewards(Batch.concatenate(rounds), estimator)  # [rounds * P]
+    return bool((~are_equal).sum() >= len(rounds[0].prompts))
 
 
-def have_equal_rewards(
-    batch: Batch, adv_estimator: str, reward_weights: Sequence[float]
-) -> np.ndarray:
+def have_equal_rewards(batch: Batch, estimator: Estimator) -> np.ndarray:
     """[P] bool: whether all rewards of a group are equal. For gdpo the rewards of each function
     whose weight is not 0 have to be equal."""
-    is_compared = np.asarray(reward_weights) != 0  # [functions]
-    rewards = batch.function_rewards[:, is_compared] if adv_estimator == "gdpo" else batch.rewards
+    is_compared = np.asarray(estimator.weights) != 0  # [functions]
+    rewards = batch.function_rewards[:, is_compared] if estimator.name == "gdpo" else batch.rewards
     return equal_groups(rewards, batch.completions_per_prompt())
 
 
-def choose_groups(
-    rounds: list[Batch], adv_estimator: str, reward_weights: Sequence[float]
-) -> Batch:
+def choose_groups(rounds: list[Batch], estimator: Estimator) -> Batch:
     """P of the sampled groups, preferably with rewards that differ, in their order. Raises
     UserMistake if the estimator cannot take the rewards."""
     batch = rounds[0]
     if len(rounds) > 1:
         sampled = Batch.concatenate(rounds)
-        are_equal = have_equal_rewards(sampled, adv_estimator, reward_weights)  # [rounds * P]
+        are_equal = have_equal_rewards(sampled, estimator)  # [rounds * P]
         # A stable sort puts the groups whose rewards differ first.
         order = np.argsort(are_equal, kind="stable")
         batch = sampled.select_groups(np.sort(order[: len(batch.prompts)]))
-    if adv_estimator == "maxrl" and (batch.rewards < 0).any():
+    if estimator.name == "maxrl" and (batch.rewards < 0).any():
         raise UserMistake(
             f"ADV_ESTIMATOR=maxrl needs rewards of at least 0, and one is "
             f"{np.nanmin(batch.rewards):g}; use another REWARD_FN or estimator"

@@ -36,7 +36,7 @@ from fingerprint import commit_of, package_versions, process_fingerprint, result
 from infra import hosts, resume
 from infra.checkpoint import Progress
 from infra.chips import attribute_oom_to, has_bfloat16
-from infra.lifecycle import Lifecycle, evaluation_is_due
+from infra.lifecycle import Lifecycle
 from infra.log import RUNNING, RunLog, raise_if_not_writable, replace_file
 from infra.mistakes import Unwritable, UserMistake, exit_with_mistakes, import_optional, writing
 from infra.reward_worker import RewardWorker, get_worker
@@ -563,8 +563,8 @@ def open_log(run: Run, out: Path, progress: Progress) -> RunLog:
     """The log of a run in its folder. Records after the checkpoint from which the run resumes are
     removed, unless there is nothing left to train or to evaluate. Writes config.yaml."""
     cfg, writes = run.cfg, jax.process_index() == 0
-    evaluates = evaluation_is_due(cfg.eval_every_steps, cfg.steps, progress) or cfg.eval_full_sweep
-    has_work = progress.step < cfg.steps or evaluates
+    evaluates = cfg.eval_every_steps > 0 and progress.accuracy is None
+    has_work = progress.step < cfg.steps or evaluates or cfg.eval_full_sweep
     with hosts.raising_on_all_processes(), writing(f"OUTPUT_DIR={out}", UserMistake):
         log = RunLog(
             out, steps=cfg.steps, writes=writes, lengths=progress.lengths if has_work else None

@@ -50,12 +50,11 @@ from infra.chips import exit_on_oom
 from infra.hosts import exiting_on_error
 from infra.log import Clock
 from infra.mistakes import UserMistake, import_optional
-from loss import group_advantages, top_entropy_mask
+from loss import Estimator, group_advantages, top_entropy_mask
 from metrics import (
     PHASES,
     Step,
-    describe_drift,
-    drift_level,
+    check_drift,
     dynamic_sampling_metrics,
     log_step,
     merge_updates,
@@ -82,8 +81,9 @@ def main(cfg: Config) -> None:
     """Trains the model for STEPS steps, evaluates it on the way, and exports it."""
     run, lifecycle, backend, state, ref_params = start(cfg)
     log, learner, rollout = lifecycle.log, run.learner, run.rollout
-    reward_weights = rollout.reward_weights
     P, K = run.sizes.prompts_per_step, cfg.num_pre_q
+    estimator = Estimator(cfg.adv_estimator, cfg.scale_rewards, rollout.reward_weights)
+    max_rounds = cfg.dynamic_sampling_max_rounds if cfg.dynamic_sampling else 1
     rollout_key, eval_key = jax.random.split(jax.random.key(cfg.seed))
 
     def params() -> Params:
@@ -98,18 +98,24 @@ def main(cfg: Config) -> None:
 
     # After SIGTERM or Ctrl-C `ending` saves a checkpoint and ends the program.
     with contextlib.closing(backend), lifecycle.ending(save):
-        # Step 0 is the baseline; a resumed run first evaluates or saves what was still due.
-        lifecycle.evaluate_and_save_if_due(evaluate_now, save)
         first_step = lifecycle.progress.step
-        for step in range(first_step, cfg.steps):
-            clock = Clock(PHASES)
+        for step in range(first_step, cfg.steps + 1):
+            # ---- Evaluation on held-out questions, then a checkpoint, which knows its score ------
+            # Step 0 is the baseline; a resumed run first evaluates or saves what was still due.
+            if lifecycle.evaluation_is_due():
+                lifecycle.finish_evaluation(evaluate_now())
+            if lifecycle.save_is_due():
+                save()
+            if step == cfg.steps:
+                break
 
             # ---- Rollout and rewards: K completions of each of P prompts, rewarded on the host ---
+            clock = Clock(PHASES)
             backend.update_weights(params())
             clock.lap("rollout_sync")
             rounds: list[Batch] = []
             # A step has one round, unless DYNAMIC_SAMPLING needs more.
-            while not has_enough_groups(cfg, rounds, reward_weights):
+            while not has_enough_groups(rounds, estimator, max_rounds):
                 round_number = lifecycle.progress.rounds + len(rounds)  # of the run, from 0
                 # [P], the same on every process
                 prompts = prompts_of_round(rollout, run.train_prompts, P, K, round_number, cfg.seed)
@@ -139,15 +145,9 @@ def main(cfg: Config) -> None:
 
             # ---- Advantages: how much better each completion is than its group -------------------
             # DYNAMIC_SAMPLING prefers groups whose rewards differ.
-            batch = choose_groups(rounds, cfg.adv_estimator, reward_weights)
-            advantages = group_advantages(
-                batch.rewards,
-                K,
-                estimator=cfg.adv_estimator,
-                scale_rewards=cfg.scale_rewards,
-                function_rewards=batch.function_rewards,
-                weights=reward_weights,
-            )  # [B] float64
+            batch = choose_groups(rounds, estimator)
+            # [B] float64
+            advantages = group_advantages(batch.rewards, K, estimator, batch.function_rewards)
             # MASK_TRUNCATED_COMPLETIONS leaves completions that were cut off out of the loss.
             is_counted = batch.stopped | (not cfg.mask_truncated_completions)  # [B]
             mask = batch.completion_mask * is_counted[:, None]  # [B, T]
@@ -167,20 +167,13 @@ def main(cfg: Config) -> None:
 
             # ---- Log -----------------------------------------------------------------------------
             if cfg.dynamic_sampling:
-                metrics |= dynamic_sampling_metrics(rounds, cfg.adv_estimator, reward_weights)
+                metrics |= dynamic_sampling_metrics(rounds, estimator)
             metrics["learning_rate"] = lr
             sampled_tokens = sum(int(sampled.sampled_mask.sum()) for sampled in rounds)
             log_step(run, log, Step(step, metrics, batch, sampled_tokens, clock))
-            level = drift_level(cfg.filters_logps(), learner.compute, rollout.compute)
-            if step == first_step and (drift := describe_drift(metrics, level)):
-                if step == 0:
-                    raise RuntimeError(drift)
-                log.print_line(f"note step={step}: {drift}")
-
+            if step == first_step:
+                check_drift(run, log, step, metrics)
             lifecycle.finish_step(len(rounds), nonfinite_metric(metrics))
-
-            # ---- Evaluation on held-out questions and a checkpoint, if they are due --------------
-            lifecycle.evaluate_and_save_if_due(evaluate_now, save)
 
         if cfg.eval_full_sweep:  # the last checkpoint is saved before this long evaluation
             evaluate_now(full=True)

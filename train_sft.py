@@ -106,9 +106,14 @@ def main(cfg: Config) -> None:
 
     # After SIGTERM or Ctrl-C `ending` saves a checkpoint and ends the program.
     with contextlib.closing(backend), lifecycle.ending(save):
-        # Step 0 is the baseline; a resumed run first evaluates or saves what was still due.
-        lifecycle.evaluate_and_save_if_due(evaluate_now, save)
-        for step in range(lifecycle.progress.step, cfg.steps):
+        for step in range(lifecycle.progress.step, cfg.steps + 1):
+            # Step 0 is the baseline; a resumed run first evaluates or saves what was still due.
+            if lifecycle.evaluation_is_due():
+                lifecycle.finish_evaluation(evaluate_now())
+            if lifecycle.save_is_due():
+                save()
+            if step == cfg.steps:
+                break
             clock = Clock(["update"])
 
             # ---- Batch: P demonstrations, the same on every process -----------------------------
@@ -128,7 +133,6 @@ def main(cfg: Config) -> None:
             # ---- Log -----------------------------------------------------------------------------
             log_sft_step(run, log, step, batch, metrics | {"learning_rate": lr}, clock)
             lifecycle.finish_step(1, nonfinite_metric(metrics))
-            lifecycle.evaluate_and_save_if_due(evaluate_now, save)
 
         if cfg.eval_full_sweep:  # the last checkpoint is saved before this long evaluation
             evaluate_now(full=True)

@@ -23,14 +23,6 @@ from infra.resume import write_run
 NONFINITE_LIMIT = 3  # steps in a row whose loss or gradient is not finite
 
 
-def evaluation_is_due(every: int, steps: int, progress: Progress) -> bool:
-    """Whether an evaluation after the steps that are done is due, and not done yet. every, steps:
-    EVAL_EVERY_STEPS and STEPS."""
-    step = progress.step
-    is_due = every > 0 and (step % every == 0 or step == steps)
-    return is_due and progress.accuracy is None
-
-
 @dataclasses.dataclass
 class Lifecycle:
     """What `main` needs to save a run, to log it and to end it."""
@@ -55,17 +47,22 @@ class Lifecycle:
         with raising_on_all_processes():
             write_run(self.out, self.progress, has_saved=self.checkpoints.newest >= 0)
 
-    def evaluate_and_save_if_due(
-        self, evaluate: Callable[[], float], save: Callable[[], None]
-    ) -> None:
-        """Evaluates and saves after the steps that are done, if either is due. The checkpoint has
-        the score of the evaluation, so that the best one is kept."""
-        step, every = self.progress.step, self.save_every_steps
-        if evaluation_is_due(self.eval_every_steps, self.steps, self.progress):
-            self.progress.accuracy = evaluate()
-            self.review(RUNNING, "")
-        if step > 0 and every > 0 and (step % every == 0 or step == self.steps):
-            save()
+    def evaluation_is_due(self) -> bool:
+        """Whether an evaluation after the steps that are done is due, and not done yet."""
+        return self.progress.accuracy is None and self._is_due(self.eval_every_steps)
+
+    def finish_evaluation(self, accuracy: float) -> None:
+        """Remembers the score, by which the best checkpoint is kept."""
+        self.progress.accuracy = accuracy
+        self.review(RUNNING, "")
+
+    def save_is_due(self) -> bool:
+        """Whether a checkpoint after the steps that are done is due."""
+        return self.progress.step > 0 and self._is_due(self.save_every_steps)
+
+    def _is_due(self, every: int) -> bool:
+        step = self.progress.step
+        return every > 0 and (step % every == 0 or step == self.steps)
 
     def save(self, arrays: Any) -> None:
         """Saves a checkpoint, unless this step has one already (SAVE_EVERY_STEPS=0: never)."""

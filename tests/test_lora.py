@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -36,7 +37,7 @@ from small_model import (
 from config import Config
 from infra.mistakes import UserMistake
 from loss import Objective
-from metrics import describe_drift, drift_level
+from metrics import check_drift
 from model import hf, lora
 from model.attention import prompt_rows
 from model.blocks import with_key_blocks
@@ -225,20 +226,24 @@ def test_the_rollout_reads_the_arrays_of_training_if_their_layouts_are_the_same(
 
 
 def test_the_drift_that_rounding_explains_depends_on_the_dtypes() -> None:
-    def drift(nats: float, level: float) -> str:
-        return describe_drift({"sampling_logp_difference/mean": nats}, level)
+    def note_of(nats: float | None, learner: Any, rollout: Any, filters: bool = False) -> str:
+        lines, cfg = [], SimpleNamespace(filters_logps=lambda: filters)
+        learner, rollout = SimpleNamespace(compute=learner), SimpleNamespace(compute=rollout)
+        run = SimpleNamespace(cfg=cfg, learner=learner, rollout=rollout)
+        metrics = {} if nats is None else {"sampling_logp_difference/mean": nats}
+        check_drift(run, SimpleNamespace(print_line=lines.append), 1, metrics)
+        return "".join(lines)
 
     training = ComputeConfig(MODEL, FLOAT32, None)
-    level = drift_level(False, training, training)
-    assert drift(0.0009, level) == describe_drift({"loss": 0.0}, level) == ""
+    assert note_of(0.0009, training, training) == note_of(None, training, training) == ""
     words = "differ by 0.0011 nats on average; rounding explains at most 0.001"
-    assert words in drift(0.0011, level)
+    assert words in note_of(0.0011, training, training)
+    assert note_of(0.0011, training, training, filters=True) == ""
     rollout = training._replace(dtype=jnp.dtype("bfloat16"))
-    assert drift(0.049, drift_level(False, training, rollout)) == ""
+    assert note_of(0.049, training, rollout) == ""
     sizes = LinearSizes(2, 4, 6, 10, 4)
     linear = dataclasses.replace(MODEL, period=(LINEAR, FULL), linear=sizes, **QWEN35)
-    level = drift_level(False, training._replace(model=linear), rollout)
-    assert drift(0.06, level) == ""  # measured
+    assert note_of(0.06, training._replace(model=linear), rollout) == ""  # measured
 
 
 # A run whose sampler differs from the trainer by more than this level.

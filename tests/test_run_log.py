@@ -18,7 +18,7 @@ import pytest
 from runs import REPO
 
 from infra.checkpoint import Checkpoints, Progress
-from infra.lifecycle import Lifecycle, evaluation_is_due
+from infra.lifecycle import Lifecycle
 from infra.log import RunLog, replace_file
 from infra.mistakes import Unwritable
 from infra.resume import read_run
@@ -88,10 +88,13 @@ def test_a_checkpoint_knows_its_evaluations_the_best_step_and_the_lengths_of_the
     records = []
     for step in range(5):
         lifecycle.log.append_entries("eval.jsonl", step, [{}])  # '{"step": 0}' and a line feed
-        lifecycle.evaluate_and_save_if_due(
-            lambda: next(accuracies), lambda: lifecycle.save({"x": jnp.zeros(2)})
-        )
-        assert not evaluation_is_due(3, 4, lifecycle.progress)
+        assert lifecycle.evaluation_is_due() == (step in (0, 3, 4))
+        if lifecycle.evaluation_is_due():
+            lifecycle.finish_evaluation(next(accuracies))
+        assert not lifecycle.evaluation_is_due()
+        assert lifecycle.save_is_due() == (step in (3, 4))
+        if lifecycle.save_is_due():
+            lifecycle.save({"x": jnp.zeros(2)})
         lifecycle.checkpoints.wait_until_saved()
         file = tmp_path / "checkpoints" / str(step) / "record" / "metadata"
         if file.exists():

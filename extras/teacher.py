@@ -38,7 +38,7 @@ def read_teacher(
     vocab_size: of the student. S: as for plan_compute. longest: tokens of the longest prompt.
     Raises UserMistake for a model that cannot judge the student.
     """
-    with naming_teacher(cfg):
+    with naming_teacher(cfg.teacher_path):
         folder = hf.fetch_model(cfg.teacher_path)
         model, tokens = hf.read_config(folder), read_tokens(folder)
         hf.check_weights(folder, model, len(tokens))
@@ -51,13 +51,13 @@ def read_teacher(
 
 
 @contextlib.contextmanager
-def naming_teacher(cfg: Config) -> Iterator[None]:
+def naming_teacher(teacher_path: str) -> Iterator[None]:
     """Lets the mistakes in this context name TEACHER_PATH and not MODEL_PATH."""
     try:
         yield
     except UserMistake as error:
         text = str(error).replace("MODEL_PATH=", "")
-        raise UserMistake(f"TEACHER_PATH={cfg.teacher_path}: {text}") from None
+        raise UserMistake(f"TEACHER_PATH={teacher_path}: {text}") from None
 
 
 def read_tokens(folder: Path) -> dict[int, str]:

@@ -28,6 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from config import Config
+from data import Prompt
 from infra.chips import GPUS, OUT_OF_MEMORY_CODE, SLICES, usable_memory_bytes
 from infra.mistakes import UserMistake, exit_with_mistakes, in_one_line
 from infra.sizes import (
@@ -50,7 +51,7 @@ from model.next_token import Sampling, support_size
 from model.params import ModelConfig, Params, abstract_params, combine_params, param_formats
 from model.placement import num_params, plan_compute, raise_if_too_long, rollout_mesh_text
 from optimizer import abstract_state, apply_update
-from rows import SHORT_SEQUENCES, Batch, MicroBatch, RowShape, pack
+from rows import Batch, MicroBatch, RowLimits, pack
 from sampling import (
     Stopping,
     begin_decoding,
@@ -118,7 +119,7 @@ def make_plan(cfg: Config, slice_name: str) -> Plan:
     teacher = None
     if cfg.teacher_path and cfg.steps:
         teachers = open_teacher(cfg)
-        with teachers.naming_teacher(cfg):
+        with teachers.naming_teacher(cfg.teacher_path):
             models = known_config(cfg.teacher_path), model.vocab_size
             teacher = teachers.plan_teacher(cfg, *models, sizes, S, devices)
     return Plan(cfg, sizes, training, rollout, hosts, S, mesh_reason, engine_tokens, teacher)
@@ -375,7 +376,7 @@ def list_programs(plan: Plan) -> dict[str, Program]:
             eval_programs = rollout_programs(plan, plan.S, prompts, K, sampling, rest)
             programs |= {f"eval_{name}": program for name, program in eval_programs.items()}
 
-    batch = micro_batch(plan, learner.limits.widest())
+    batch = micro_batch(plan, learner.limits)
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
 
     def score(weights: Params, rows: MicroBatch, compute: ComputeConfig) -> Program:
@@ -388,7 +389,7 @@ def list_programs(plan: Plan) -> dict[str, Program]:
         programs["compute_logps_and_entropies"] = score(scored, batch, training)
     if teacher:
         limits = make_learner(cfg, plan.sizes, teacher, plan.S, pad_id=0).limits
-        judged = micro_batch(plan._replace(training=teacher), limits.widest())
+        judged = micro_batch(plan._replace(training=teacher), limits)
         programs["teacher"] = score(frozen[-1], judged, teacher)
     counts = dict.fromkeys(("num_tokens", "num_sequences", "num_top_tokens"), scalar)
     grad_sum = state.params if plan.sizes.grad_accum_steps > 1 else None
@@ -450,17 +451,20 @@ def rollout_programs(
     return programs
 
 
-def micro_batch(plan: Plan, shape: RowShape) -> MicroBatch:
-    """The shapes of a micro-batch of the longest prompts and completions, by packing nothing."""
+def micro_batch(plan: Plan, limits: RowLimits) -> MicroBatch:
+    """The shapes of a micro-batch of the longest prompts and completions."""
     cfg, layout, sampling = plan.cfg, plan.training.layout, make_sampling(plan.cfg)
     U = support_size(sampling, plan.training.model.vocab_size)
-    tokens = np.zeros((1, cfg.max_length_sample), np.int32)  # of a single completion
+    count, shape = limits.full_length_sequences_per_shard, limits.widest()
+    tokens = np.ones((count, cfg.max_length_sample), np.int32)
     logps = tokens.astype(np.float32)
+    # Prompts that are shorter by a token end within blocks, as those of a run do.
+    prompts = count // completions_per_prompt_in_shard(cfg.num_pre_q, count)
     batch = Batch(
-        prompts=[],
+        prompts=[Prompt([0] * plan.S, {})] * prompts,
         completion_ids=tokens,
         completion_mask=tokens,
-        lengths=tokens[:, 0],
+        lengths=tokens.sum(axis=1),
         sampling_logps=logps,
         advantages=logps[:, 0],
         old_logps=logps if plan.sizes.updates_per_step > 1 else None,
@@ -469,17 +473,7 @@ def micro_batch(plan: Plan, shape: RowShape) -> MicroBatch:
         top_mask=tokens if cfg.top_entropy_quantile < 1 else None,
         support=np.zeros((*tokens.shape, U), np.int32) if sampling.record_support else None,
     )
-    count = shape.Q // SHORT_SEQUENCES
-    share = completions_per_prompt_in_shard(cfg.num_pre_q, count)
-    # Prompts that are shorter by a token end within blocks, as those of a run do.
-    S, T = plan.S - 1, cfg.max_length_sample
-    row = pack(batch, [[]], shape, pad_id=0)
-    parts = [(i * S, S, i) for i in range(count // share)]
-    parts += [(shape.S + i * T, T, i // share) for i in range(count)]
-    for at, length, prompt in parts:
-        span = np.s_[0, at : at + length]
-        row.start[span], row.segment_ids[span] = at, prompt
-    [row] = with_key_blocks([row], shape.S, layout)
+    [row] = with_key_blocks([pack(batch, [range(count)], shape, pad_id=0)], shape.S, layout)
 
     def global_shape(x: np.ndarray) -> jax.ShapeDtypeStruct:
         shape = layout.batch_shards * len(x), *x.shape[1:]

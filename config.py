@@ -15,6 +15,7 @@ another term of the loss needs them (Config.skips_zero_advantages).
 import argparse
 import dataclasses
 import functools
+import io
 import json
 import os
 import re
@@ -560,6 +561,8 @@ def load(
     try:
         if not (sys.stdout and sys.stderr):
             raise UserMistake("stdout or stderr is closed; redirect it to a file or to /dev/null")
+        if isinstance(sys.stdout, io.TextIOWrapper):  # it may lack a model's characters
+            sys.stdout.reconfigure(errors="backslashreplace")
         dotenv = {}
         if env is None:
             # `.env` is added to the environment, because W&B and the hub read their keys there.

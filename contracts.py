@@ -65,7 +65,7 @@ class Environments(Protocol):
     def take_turns(
         self,
         run_pass: Pass,
-        prompts: list[Prompt],
+        prompts: Sequence[Prompt],
         completions: Completions,
         sequences_per_pass: int,
         *,

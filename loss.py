@@ -10,7 +10,7 @@ for advantages, those of a micro-batch for the objective; T completion tokens (p
 """
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ def group_advantages(
     rewards: np.ndarray,
     completions_per_prompt: int,
     estimator: Estimator,
-    function_rewards: np.ndarray | None = None,
+    function_rewards: np.ndarray,
 ) -> np.ndarray:
     """The advantage of each completion: [B] float64.
 
@@ -107,7 +107,7 @@ def equal_groups(rewards: np.ndarray, completions_per_prompt: int) -> np.ndarray
     """
     K = completions_per_prompt
     groups = rewards.reshape(len(rewards) // K, K, -1)  # [P, K, 1 or functions]
-    return ~_differ(groups).any(axis=(1, 2))
+    return np.logical_not(_differ(groups).any(axis=(1, 2)))
 
 
 def _differ(groups: np.ndarray) -> np.ndarray:
@@ -187,10 +187,10 @@ def policy_loss(
     objective: Objective,
     num_sequences: jax.Array | float | None = None,
     num_top_tokens: jax.Array | float | None = None,
-    ref_logps: jax.Array | None = None,
-    sampling_logps: jax.Array | None = None,
-    entropy: jax.Array | None = None,
-    top_mask: jax.Array | None = None,
+    ref_logps: Any = None,
+    sampling_logps: Any = None,
+    entropy: Any = None,
+    top_mask: Any = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The objective of a micro-batch, a scalar, and its metrics, which MERGE reduces.
 
@@ -226,7 +226,8 @@ def policy_loss(
     has_sequence_ratio = facts.ratio == "sequence"
     log_ratio = _sequence_mean(log_ratio, sequence_tokens) if has_sequence_ratio else log_ratio
     ratio = jnp.exp(log_ratio)  # [B, T] or [B, 1]
-    weight, metrics = 1.0, {}
+    weight: Any = 1.0
+    metrics = {}
     if objective.is_mode != "none":
         limits = objective.is_mode, objective.is_floor, objective.is_cap
         weight, parts = sampler_weights(old_logps, sampling_logps, mask, *limits)

@@ -6,6 +6,7 @@ them on this process. T completion tokens, padded to MAX_LENGTH_SAMPLE.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -119,7 +120,7 @@ def complete(
 
 
 def completion_texts(
-    rollout: RolloutConfig, prompts: list[data.Prompt], completions: Completions | Batch
+    rollout: RolloutConfig, prompts: Sequence[data.Prompt], completions: Completions | Batch
 ) -> list[str]:
     """The text of each completion. prompts: each once, in the order of their completions."""
     arrays = completions.completion_ids, completions.sampled_mask, completions.lengths
@@ -131,7 +132,7 @@ def completion_texts(
 
 
 def reward_completions(
-    rollout: RolloutConfig, prompts: list[data.Prompt], completions: Completions, *steps: int
+    rollout: RolloutConfig, prompts: Sequence[data.Prompt], completions: Completions, *steps: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """The weighted total rewards [count] of the completions of these prompts, and the rewards of
     each function [count, functions], both float64; NaN: none. steps: those taken, STEPS."""
@@ -167,7 +168,7 @@ def gather_batch(
     arrays = {name: x for name, x in completions._asdict().items() if x is not None}
     del arrays["sequence_ids"]
     arrays |= {"rewards": rewards, "function_rewards": function_rewards}
-    arrays["completion_mask"] = completions.sampled_mask
+    arrays |= {"completion_mask": completions.sampled_mask, "advantages": np.nan * rewards}
     # A completion has stopped if its last token is a stop token that the policy has sampled.
     last = completions.lengths[:, None] - 1
     last_ids = np.take_along_axis(completions.completion_ids, last, axis=1)[:, 0]  # [count]

@@ -57,19 +57,19 @@ SHORT_SEQUENCES = 8
 
 class Batch(NamedTuple):
     """All sequences of a step or of one of its updates, in NumPy arrays on every process. The K
-    sequences of a prompt are adjacent. An array is None until the phase that computes it."""
+    sequences of a prompt are adjacent. An optional array is None until a phase computes it."""
 
     prompts: list[Any]  # [P] data.Prompt
     completion_ids: np.ndarray  # [B, T] int32, right-padded
     completion_mask: np.ndarray  # [B, T] int32, 1 on sampled tokens that count, stop token included
     lengths: np.ndarray  # [B] int32 tokens, stop tokens and an environment's tokens included
     sampling_logps: np.ndarray  # [B, T] float32 nats
+    sampled_mask: np.ndarray  # [B, T] int32, 1 on tokens that the policy sampled
+    stopped: np.ndarray  # [B] bool: it ended with a stop token and was not cut off
+    rewards: np.ndarray  # [B] float64, weighted total; NaN: no function applies
+    function_rewards: np.ndarray  # [B, functions] float64; NaN: it does not apply
+    advantages: np.ndarray  # [B] float64; NaN until group_advantages has computed them
     decode_steps: np.ndarray | None = None  # [B] int32, as in Completions
-    sampled_mask: np.ndarray | None = None  # [B, T] int32, 1 on tokens that the policy sampled
-    stopped: np.ndarray | None = None  # [B] bool: it ended with a stop token and was not cut off
-    rewards: np.ndarray | None = None  # [B] float64, weighted total; NaN: no function applies
-    function_rewards: np.ndarray | None = None  # [B, functions] float64; NaN: it does not apply
-    advantages: np.ndarray | None = None  # [B] float64
     old_logps: np.ndarray | None = None  # [B, T] float32 nats
     ref_logps: np.ndarray | None = None  # [B, T] float32 nats
     teacher_logps: np.ndarray | None = None  # [B, T] float32 nats
@@ -158,13 +158,13 @@ class RowLimits(NamedTuple):
         count = self.full_length_sequences_per_shard
         prompts = count // completions_per_prompt_in_shard(self.completions_per_prompt, count)
         sizes = self.longest_prompt_slots, count // prompts * self.max_length_sample
-        sizes = [prompts * next_multiple(size, self.chunk) for size in sizes]
-        S, C = (next_multiple(size, self.unit) for size in sizes)
+        in_chunks = (prompts * next_multiple(size, self.chunk) for size in sizes)
+        S, C = (next_multiple(size, self.unit) for size in in_chunks)
         return RowShape(S, C, SHORT_SEQUENCES * count, self.chunk)
 
 
 def plan_rows(
-    batch: Batch, sequences: Sequence[int], limits: RowLimits
+    batch: Batch, sequences: np.ndarray, limits: RowLimits
 ) -> tuple[list[list[list[int]]], RowShape]:
     """The rows of each micro-step, one for each shard, and the widths of all rows. A row lists its
     sequences; those of a prompt are adjacent.
@@ -205,7 +205,7 @@ def rows_to_try(lengths: np.ndarray, limits: RowLimits) -> Iterator[tuple[int, i
 
 
 def fill_rows(
-    batch: Batch, sequences: Sequence[int], count: int, shape: RowShape
+    batch: Batch, sequences: np.ndarray, count: int, shape: RowShape
 ) -> list[list[int]] | None:
     """`count` rows of these widths with all sequences, by first-fit decreasing; None if they do not
     fit.
@@ -269,7 +269,8 @@ def pack(batch: Batch, rows: Sequence[Sequence[int]], shape: RowShape, pad_id: i
     segment_ids = np.full((X, S + C), -1, np.int32)
     start = np.tile(np.arange(S + C, dtype=np.int32), (X, 1))  # padding begins at itself
     targets, target_slots = np.full((X, C), pad_id, np.int32), np.zeros((X, Q, T), np.int32)
-    sequences, support = np.full((X, Q), -1, np.int32), None
+    sequences = np.full((X, Q), -1, np.int32)
+    support: Any = None
     if batch.support is not None:
         support = np.full((X, C, batch.support.shape[2]), -1, np.int32)
 
@@ -294,7 +295,7 @@ def pack(batch: Batch, rows: Sequence[Sequence[int]], shape: RowShape, pad_id: i
             span = slice(at - S, at - S + lengths[i])
             targets[x, span] = completion
             target_slots[x, j, : lengths[i]] = np.arange(span.start, span.stop)
-            if support is not None:
+            if batch.support is not None:
                 support[x, span] = batch.support[i, : lengths[i]]
             prompt_ids = batch.prompts[p].ids
             inputs = [prompt_ids[-1], *completion[:-1].tolist()]

@@ -65,7 +65,7 @@ class NaiveBackend:
         self._compute = compute
         self._stopping = stopping
         self._drop_ended = drop_ended
-        self._weights: Params | None = None
+        self._weights: Any = None  # Params, from update_weights to release
 
     @attribute_oom_to("the rollout's copy of the weights")
     def update_weights(self, params: Params) -> None:
@@ -351,9 +351,9 @@ def decode(
             "sampling_logps": logps.at[:, t].set(jnp.where(done, 0.0, drawn.logp)),
             "lengths": outputs["lengths"] + ~done,
         }
-        if sampling.has_filters():
+        if drawn.was_cut is not None:
             outputs["cut_tokens"] += drawn.was_cut & ~done
-        if sampling.record_support:
+        if sampling.record_support and drawn.support is not None:
             support = jnp.where(done[:, None], -1, drawn.support)
             outputs["support"] = outputs["support"].at[:, t].set(support)
         done = done | jnp.isin(token, jnp.array(stopping.stop_ids))

@@ -246,7 +246,6 @@ def update_policy(
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")  # it may lack a model's characters
     with exiting_on_error(), exit_on_oom(CFG):
         if CFG.loss_type == "sft":
             remedy = "for GRPO after it set MODEL_PATH to its export, and another OUTPUT_DIR"

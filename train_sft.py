@@ -141,15 +141,17 @@ def main(cfg: Config) -> None:
 
 
 def batch_of(demonstrations: list[Demonstration], T: int) -> Batch:
-    """The demonstrations as a Batch: sequences of advantage 1, whose masks have holes between the
-    turns of a conversation."""
+    """The demonstrations as a Batch: sequences of reward and advantage 1, whose masks have holes
+    between the turns of a conversation."""
     B = len(demonstrations)
     ids, mask = np.zeros((2, B, T), np.int32)
     lengths = np.array([len(x.completion_ids) for x in demonstrations], np.int32)  # [B]
     for i, x in enumerate(demonstrations):
         ids[i, : lengths[i]], mask[i, : lengths[i]] = x.completion_ids, x.completion_mask
     logps = np.zeros((B, T), np.float32)  # placeholder: there is no sampler
-    return Batch(demonstrations, ids, mask, lengths, logps, advantages=np.ones(B))
+    ones = np.ones(B)
+    arrays = ids, mask, lengths, logps, mask, ones > 0, ones, ones[:, None]
+    return Batch(demonstrations, *arrays, advantages=ones)
 
 
 def evaluate_loss(run: Run, log: RunLog, params: Params, step: int, full: bool) -> float:
@@ -199,7 +201,6 @@ def log_sft_step(
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")  # it may lack a model's characters
     with exiting_on_error(), exit_on_oom(CFG):
         if FLAGS.plan:
             import_optional("tools.plan", "--plan").plan_and_exit(CFG, FLAGS)

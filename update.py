@@ -50,10 +50,10 @@ class LearnerConfig:
     pad_id: int
     accumulates: bool  # an update may have several micro-batches
     skips_zero_advantages: bool  # sequences of advantage 0 add nothing, and are not computed
-    base: Params | None = None  # LoRA's frozen weights; None: all weights are trained
+    base: Any = None  # Params: the frozen weights of LoRA or a teacher; None: all are trained
 
 
-def loss_counts(batch: Batch) -> dict[str, np.ndarray]:
+def loss_counts(batch: Batch) -> dict[str, Any]:
     """The denominators of policy_loss, by the names of its arguments, counted over all sequences of
     an update: float32 and at least 1."""
     counts = {"num_tokens": batch.completion_mask.sum(), "num_sequences": len(batch.lengths)}
@@ -243,8 +243,9 @@ def accumulate_gradients(
     sequences = computed_sequences(mini_batch, learner.skips_zero_advantages)
     counts = loss_counts(mini_batch)
     micro_batches = pack_to_devices(learner, mini_batch, sequences)
-    needs_zeros = learner.accumulates or not micro_batches
-    grads = jax.tree.map(jnp.zeros_like, trainable_params(params)) if needs_zeros else None
+    grads: Any = None
+    if learner.accumulates or not micro_batches:
+        grads = jax.tree.map(jnp.zeros_like, trainable_params(params))
     metrics_of_micro_steps = []
     for micro_batch in micro_batches:
         grads, metrics = micro_step(

@@ -247,7 +247,7 @@ class Environments:
     def take_turns(
         self,
         run_pass: Pass,
-        prompts: list[data.Prompt],
+        prompts: Sequence[data.Prompt],
         completions: Completions,
         sequences_per_pass: int,
         *,
@@ -293,7 +293,7 @@ class Environments:
 
     def _add_messages(
         self,
-        prompts: list[data.Prompt],
+        prompts: Sequence[data.Prompt],
         completions: Completions,
         unfinished: list[int],
         turn: int,

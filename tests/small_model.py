@@ -64,15 +64,21 @@ def batch_of(
 ) -> Batch:
     """A batch whose masks have no holes. prompts: their token ids. others: from old_logps on."""
     others = dict(zip(("old_logps", "ref_logps", "top_mask"), others, strict=False))
+    named = without_rewards(completion_mask) | {"advantages": advantages} | named
     return Batch(
         [Prompt(ids, {}) for ids in prompts],
         completion_ids,
         completion_mask,
         lengths=completion_mask.sum(axis=1),
         sampling_logps=sampling_logps,
-        advantages=advantages,
         **others | named,
     )
+
+
+def without_rewards(mask: np.ndarray) -> dict[str, np.ndarray]:
+    """The arrays of a Batch that an update does not read. mask: [B, T]."""
+    arrays = {"sampled_mask": mask, "stopped": mask.any(axis=1), "rewards": np.zeros(len(mask))}
+    return arrays | {"function_rewards": np.zeros((len(mask), 1))}
 
 
 def in_rows(

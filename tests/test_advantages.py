@@ -27,10 +27,8 @@ def advantages_of(function_rewards: np.ndarray, weights: Any, K: int, how: str) 
     rewards = np.nansum(function_rewards * weights, axis=1)
     rewards[np.isnan(function_rewards).all(axis=1)] = NAN
     if how in ("group", "batch", "none"):
-        return group_advantages(rewards, K, Estimator(scale_rewards=how))
-    if how == "gdpo":
-        return group_advantages(rewards, K, Estimator(how, weights=weights), function_rewards)
-    return group_advantages(rewards, K, Estimator(how))
+        return group_advantages(rewards, K, Estimator("grpo", how), function_rewards)
+    return group_advantages(rewards, K, Estimator(how, weights=weights), function_rewards)
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,9 @@ def evaluated(
         *[np.zeros((n, 0))] * 2,
         lengths=np.full(n, 5),
         sampling_logps=np.zeros((n, 0)),
+        sampled_mask=np.zeros((n, 0)),
         stopped=np.ones(n, bool),
+        advantages=np.zeros(n),
         rewards=np.array(rewards).sum(1),
         function_rewards=np.array(rewards),
     )

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from runs import REPO, environment
+from small_model import without_rewards
 
 import data
 import train_grpo
@@ -59,6 +60,7 @@ def step_of(masked: int) -> Batch:
         lengths=np.full(32, 3),
         sampling_logps=np.repeat(sequence[:, None], 3, axis=1).astype(np.float32),
         advantages=sequence.astype(np.float64),
+        **without_rewards(mask),
     )
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from runs import Result, environment, train
+from small_model import without_rewards
 
 from chat import ChatFormat, read_prefix_messages
 from config import Config
@@ -121,6 +122,7 @@ def rounds_of(*rewards: list[float]) -> list[Batch]:
         arrays = {"completion_ids": tokens, "completion_mask": tokens, "sampling_logps": tokens}
         arrays |= {"lengths": ids % 2 + 1, "rewards": np.array(round_rewards)}
         arrays["function_rewards"] = np.stack([ids, -ids], axis=1)
+        arrays = without_rewards(tokens) | arrays | {"advantages": ids}
         rounds.append(Batch([Prompt([i], {}) for i in ids[::4] // 4], **arrays))
     return rounds
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from runs import REPO, Result, environment, few_examples, train, train_two
 from safetensors.numpy import load_file, save_file
-from small_model import numpy_logits, numpy_softmax, train_layout
+from small_model import numpy_logits, numpy_softmax, train_layout, without_rewards
 from test_hf import copy_tiny, refused
 from test_loss import value_and_grad
 
@@ -139,6 +139,7 @@ def batch_for(run: Run, support: int = 0) -> Batch:
     ids = rng.integers(0, 558, (B, T)).astype(np.int32)
     mask = (np.arange(T) < lengths[:, None]).astype(np.int32)
     arrays = {"sampling_logps": np.zeros((B, T), np.float32), "support": None}
+    arrays |= without_rewards(mask)
     if support:
         arrays["support"] = rng.integers(0, 558, (B, T, support)).astype(np.int32)
         arrays["support"] = np.concatenate([ids[..., None], arrays["support"]], axis=-1)

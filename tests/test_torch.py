@@ -66,7 +66,8 @@ def batch_near(model: Any) -> Batch:
         with torch.no_grad():
             logps = torch_logps(model, PROMPTS[i // K], ids[i, :n].tolist()).numpy()
         old[i, :n], ref[i, :n] = (logps + scale * rng.normal(size=n) for scale in (0.3, 0.5))
-    advantages = np.float32(group_advantages(np.array(REWARDS), K, Estimator()))
+    rewards = np.array(REWARDS)
+    advantages = np.float32(group_advantages(rewards, K, Estimator(), rewards[:, None]))
     return batch_of(PROMPTS, ids, mask, old, advantages, old, ref)  # the sampler's logps are old
 
 

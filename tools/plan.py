@@ -458,6 +458,7 @@ def micro_batch(plan: Plan, limits: RowLimits) -> MicroBatch:
     count, shape = limits.full_length_sequences_per_shard, limits.widest()
     tokens = np.ones((count, cfg.max_length_sample), np.int32)
     logps = tokens.astype(np.float32)
+    rewards = logps[:, :1]
     # Prompts that are shorter by a token end within blocks, as those of a run do.
     prompts = count // completions_per_prompt_in_shard(cfg.num_pre_q, count)
     batch = Batch(
@@ -466,7 +467,11 @@ def micro_batch(plan: Plan, limits: RowLimits) -> MicroBatch:
         completion_mask=tokens,
         lengths=tokens.sum(axis=1),
         sampling_logps=logps,
-        advantages=logps[:, 0],
+        sampled_mask=tokens,
+        stopped=tokens[:, 0] > 0,
+        rewards=rewards[:, 0],
+        function_rewards=rewards,
+        advantages=rewards[:, 0],
         old_logps=logps if plan.sizes.updates_per_step > 1 else None,
         ref_logps=logps if cfg.beta > 0 else None,
         teacher_logps=logps if cfg.teacher_path else None,

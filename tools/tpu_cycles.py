@@ -109,8 +109,8 @@ def print_rows(T: int, mean: int, micro_batch: int, folder: Path) -> None:
     prompts, lengths = rng.integers(100, 301, 16), rng.lognormal(np.log(mean) - 0.18, 0.6, 128)
     if mean == T:
         prompts, lengths = np.full(16, 513), np.full(128, T)
-    arrays = zeros, zeros, lengths.astype(int).clip(1, T), zeros
-    batch = Batch([Prompt([0] * n, {}) for n in prompts], *arrays, advantages=zeros[:, 0])
+    arrays = zeros, zeros, lengths.astype(int).clip(1, T), *[zeros] * 2, *[zeros[:, 0]] * 2
+    batch = Batch([Prompt([0] * n, {}) for n in prompts], *arrays, zeros, advantages=zeros[:, 0])
     limits = RowLimits(8, micro_batch // 8, 8, T, prompts.max() - 1, LANES)
     steps, shape = plan_rows(batch, range(128), limits)
     size, bundles = kernel_bundles(shape.S, shape.C, folder)

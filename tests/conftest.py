@@ -47,6 +47,11 @@ LONGEST = """
 """.split()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "leave out the tests of style, architecture and pages, which a fork may change"
+    parser.addoption("--no-style", action="store_true", help=text)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == QUICK and all("::" in arg for arg in config.args):
         config.option.markexpr = ""  # a test that the user names runs, also if it is slow
@@ -59,7 +64,11 @@ def pytest_configure(config: pytest.Config) -> None:
         )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.no_style:
+        left_out = [item for item in items if item.get_closest_marker("style")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     place = {name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
 

@@ -575,6 +575,7 @@ def test_a_resumed_run_must_keep_the_settings_that_change_results() -> None:
     assert not {*others.split()} & fixed
 
 
+@pytest.mark.style
 def test_every_help_text_is_short_and_ends_like_a_sentence() -> None:
     for field in FIELDS:
         help = field.metadata["help"]

@@ -1,6 +1,7 @@
 """CONTRIBUTING.md and .github/: what they say about the tests and about the code is true.
 
-A fork may add modules of its own: no test counts files, or asks who imports them.
+A fork may add modules of its own: no test counts files, or asks who imports them. What it may also
+break is marked with style.
 """
 
 import ast
@@ -49,12 +50,14 @@ def cells_of(heading: str, column: int = 0) -> list[str]:
     return [line.strip("| ").split(" | ")[column] for line in lines]
 
 
+@pytest.mark.style
 def test_the_table_of_claims_has_each_test_file_once() -> None:
     named = re.findall(r"`(\w+)`", " ".join(cells_of("files in `tests/`")))
     files = [file.stem.removeprefix("test_") for file in (REPO / "tests").glob("test_*.py")]
     assert sorted(named) == sorted(files)
 
 
+@pytest.mark.style
 def test_ci_run_has_the_command_of_each_tier_and_skips_nothing() -> None:
     commands = [cell.strip("`") for cell in cells_of("tier", column=1)]
     assert commands == ["pytest", "pytest -m slow", "pytest -m parity", "pytest -m engine"]
@@ -65,6 +68,7 @@ def test_ci_run_has_the_command_of_each_tier_and_skips_nothing() -> None:
     assert command in CI_RUN and command in (REPO / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.style
 def test_github_runs_what_ci_run_runs_and_may_only_read() -> None:
     workflow = yaml.safe_load((REPO / ".github" / "workflows" / "ci.yml").read_text())
     assert workflow["permissions"] == {"contents": "read"}
@@ -105,12 +109,14 @@ def room(module: str) -> str:
     return module.rpartition(".")[0]
 
 
+@pytest.mark.style
 @pytest.mark.parametrize("module", code())
 def test_a_file_imports_only_from_its_room_and_the_rooms_below(module: str) -> None:
     above = {name for name in imported(code()[module]) if room(name) not in ROOMS[room(module)]}
     assert above == OPTIONAL_IMPORTS.get(module, set())
 
 
+@pytest.mark.style
 def test_imports_have_no_circles() -> None:
     graph = {name: imported(file) for name, file in code().items()}
     for script in ("train_grpo", "train_sft"):
@@ -118,6 +124,7 @@ def test_imports_have_no_circles() -> None:
     graphlib.TopologicalSorter(graph).prepare()  # it raises CycleError
 
 
+@pytest.mark.style
 @pytest.mark.parametrize("module", ["loss", "model.logps", "loss_pallas"])
 def test_files_that_people_copy_alone_import_nothing_of_ours_that_imports_jax(module: str) -> None:
     for name in imported(code()[module]):
@@ -125,6 +132,7 @@ def test_files_that_people_copy_alone_import_nothing_of_ours_that_imports_jax(mo
         assert imported(file) == imported_packages(file) == set(), f"copy {name} with {module}"
 
 
+@pytest.mark.style
 def test_what_computes_takes_values_and_not_the_settings() -> None:
     for name in "data loss loss_pallas metrics rewards sampling update".split():
         assert "config" not in imported(code()[name]), name
@@ -151,6 +159,7 @@ def test_the_settings_that_lower_rooms_read_are_those_of_config() -> None:
         assert part.__annotations__.items() <= config.Config.__annotations__.items()
 
 
+@pytest.mark.style
 def test_no_function_is_longer_than_the_rule_says() -> None:
     longer = []
     for name, file in code().items():
@@ -160,6 +169,7 @@ def test_no_function_is_longer_than_the_rule_says() -> None:
     assert longer == [("train_grpo", "main")]
 
 
+@pytest.mark.style
 def test_no_class_inherits_from_another_class_of_this_project() -> None:
     trees = [ast.parse(file.read_text(encoding="utf-8")) for file in code().values()]
     classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
@@ -205,6 +215,7 @@ def requirements(name: str) -> dict[str, str]:
     return {re.match(r"[\w-]+", line)[0]: line for line in lines if re.match(r"\w", line)}
 
 
+@pytest.mark.style
 def test_each_import_of_the_product_is_a_requirement_with_two_bounds() -> None:
     required = requirements("requirements.txt")
     needed = imported_packages()
@@ -214,6 +225,7 @@ def test_each_import_of_the_product_is_a_requirement_with_two_bounds() -> None:
         assert re.fullmatch(r"[\w-]+(\[\w+\])?>=[\d.]+,<[\d.]+(;.*| +#.*)?", line), line
 
 
+@pytest.mark.style
 def test_packages_without_wheels_for_arm_are_asked_for_only_elsewhere() -> None:
     """There `pip install` would fail, or build them."""
     required = requirements("requirements-dev.txt")

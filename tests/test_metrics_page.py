@@ -6,11 +6,13 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pytest
 from runs import REPO, environment, few_examples, train
 from small_model import choices_of
 
 from loss import Objective, policy_loss
 
+pytestmark = pytest.mark.style  # what is true of these pages may not be true of a fork
 METRICS_PAGE = (REPO / "docs" / "metrics.md").read_text(encoding="utf-8")
 USUAL, UNUSUAL = METRICS_PAGE.split("## Names that need other settings or hardware")
 SETTINGS = environment(

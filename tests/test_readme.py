@@ -10,6 +10,7 @@ import config
 from infra import settings
 from infra.sizes import derive_sizes
 
+pytestmark = pytest.mark.style  # what is true of these pages may not be true of a fork
 REPO = Path(__file__).resolve().parent.parent
 README = (REPO / "README.md").read_text(encoding="utf-8")
 OBJECTIVES = (REPO / "docs" / "objectives.md").read_text(encoding="utf-8")

@@ -65,9 +65,16 @@ def lines_of(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
+def pytest_of(fork: Path, *arguments: str) -> subprocess.CompletedProcess:
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS" and not k.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", *arguments]
+    return subprocess.run(command, cwd=fork, env=env, capture_output=True, text=True, timeout=900)
+
+
 # ---- The drills ----------------------------------------------------------------------------------
 
 
+@pytest.mark.style
 def test_the_pages_say_how_many_lines_of_which_files_a_drill_edits() -> None:
     """README does not name the file in which a new setting acts: that can be any file."""
     assert "\n".join(table()) in (REPO / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -82,9 +89,27 @@ def test_the_pages_say_how_many_lines_of_which_files_a_drill_edits() -> None:
 @pytest.mark.slow
 def test_a_fork_with_all_drills_passes_the_tests_of_what_it_adds(tmp_path: Path) -> None:
     fork = make_fork(tmp_path / "fork", *DRILLS)
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS" and not k.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", *TESTS_OF_ADDITIONS]
-    done = subprocess.run(command, cwd=fork, env=env, capture_output=True, text=True, timeout=900)
+    done = pytest_of(fork, *TESTS_OF_ADDITIONS)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_fork_with_a_test_and_a_style_of_its_own_leaves_out_the_tests_of_style(
+    tmp_path: Path,
+) -> None:
+    fork = make_fork(tmp_path / "fork")
+    (fork / "mine.py").write_text(
+        "from rows import Batch\nclass Mine(Batch):\n" + "    x = 1\n" * 99
+    )
+    (fork / "tests" / "test_mine.py").write_text(
+        "import mine\ndef test_x():\n    assert mine.Mine.x\n"
+    )
+    (fork / "README.md").write_text("# Mine\n" * 200)
+    files = [f"tests/test_{name}.py" for name in ("mine", "contributing", "readme", "config")]
+    done = pytest_of(fork, *files)
+    failed = {line.partition("::")[2] for line in done.stdout.splitlines() if "FAILED" in line}
+    assert "test_the_table_of_claims_has_each_test_file_once" in failed
+    done = pytest_of(fork, "--no-style", *files)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

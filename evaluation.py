@@ -96,8 +96,7 @@ def answer_questions(
         prompts = local_questions[i : i + size]
         parts.append(reward_completions(rollout, prompts, part, step, run.cfg.steps))
     rewards, function_rewards = concatenate_trees(parts)
-    stop_ids = rollout.stopping.stop_ids
-    batch = gather_batch(padded, completions, rewards, function_rewards, stop_ids)
+    batch = gather_batch(rollout, padded, completions, rewards, function_rewards)
     clock.lap("reward")
     return batch.select_groups(np.arange(len(questions)))
 

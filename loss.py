@@ -72,6 +72,7 @@ def group_advantages(
     2601.05242; MaxRL, 2602.02710; TRL.
     """
     groups = np.asarray(rewards, np.float64).reshape(-1, completions_per_prompt)  # [P, K]
+    count = (~np.isnan(groups)).sum(axis=1, keepdims=True)  # [P, 1]
     centered, (name, scale_rewards, weights) = _centered(groups), estimator
     if name == "grpo":
         if scale_rewards not in ("group", "batch", "none"):
@@ -79,7 +80,6 @@ def group_advantages(
         spread = _std(groups, axis=1 if scale_rewards == "group" else None)
         advantages = centered if scale_rewards == "none" else centered / (spread + STD_EPS)
     elif name == "rloo":
-        count = (~np.isnan(groups)).sum(axis=1, keepdims=True)  # [P, 1]
         # reward - mean of the others = (reward - mean of all) * count / (count - 1)
         advantages = centered * count / np.maximum(count - 1, 1)
     elif name == "reinforce":
@@ -87,8 +87,8 @@ def group_advantages(
     elif name == "reinforce++":  # The batch mean of centered rewards is 0.
         advantages = centered / (_std(centered) + STD_EPS)
     elif name == "maxrl":
-        count = np.maximum((~np.isnan(groups)).sum(axis=1, keepdims=True), 1)
-        advantages = centered / (np.nansum(groups, axis=1, keepdims=True) / count + MEAN_EPS)
+        mean = np.nansum(groups, axis=1, keepdims=True) / np.maximum(count, 1)
+        advantages = centered / (mean + MEAN_EPS)
     elif name == "gdpo":
         columns = [column.reshape(-1, completions_per_prompt) for column in function_rewards.T]
         scaled = [_centered(c) / (_std(c, axis=1) + STD_EPS) for c in columns]
@@ -164,7 +164,7 @@ class Tokens(NamedTuple):
     A: jax.Array  # advantages, [B, 1] or [B, T]
     logps: jax.Array  # [B, T]
     sequence_tokens: jax.Array  # [B, 1]
-    weight: jax.Array | float  # of IS_MODE, [B, T] or [B, 1]; for weights_ratios
+    weight: jax.Array  # of IS_MODE, [B, T] or [B, 1], or 1; for weights_ratios
 
 
 def _ppo_loss(objective: Objective, x: Tokens) -> tuple[jax.Array, dict]:
@@ -226,8 +226,7 @@ def policy_loss(
     has_sequence_ratio = facts.ratio == "sequence"
     log_ratio = _sequence_mean(log_ratio, sequence_tokens) if has_sequence_ratio else log_ratio
     ratio = jnp.exp(log_ratio)  # [B, T] or [B, 1]
-    weight: Any = 1.0
-    metrics = {}
+    weight, metrics = jnp.float32(1), {}
     if objective.is_mode != "none":
         limits = objective.is_mode, objective.is_floor, objective.is_cap
         weight, parts = sampler_weights(old_logps, sampling_logps, mask, *limits)

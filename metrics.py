@@ -56,7 +56,7 @@ class Step(NamedTuple):
     index: int
     metrics: dict[str, float]  # of merge_updates, with the learning rate
     batch: Batch
-    sampled_tokens: int  # in all rounds of sampling
+    rounds: list[Batch]  # all that were sampled
     clock: Clock
 
 
@@ -192,8 +192,8 @@ def device_record(step: Step, model: ModelConfig, updates_per_step: int) -> dict
     for the computed tokens, without recomputation, relative to the peak FLOPs of all devices."""
     seconds = step.clock.seconds
     record = {f"memory/{name}": value for name, value in memory_peaks().items()}
-    tokens = step.sampled_tokens / seconds["rollout_generate"]
-    record["throughput/generated_tokens_per_s"] = tokens
+    tokens = sum(sampled.sampled_mask.sum() for sampled in step.rounds)
+    record["throughput/generated_tokens_per_s"] = tokens / seconds["rollout_generate"]
     if chip := chip_of(jax.devices()[0]):
         K = step.batch.completions_per_prompt()
         lengths = step.batch.lengths.reshape(-1, K)  # [P, K]
@@ -291,12 +291,12 @@ def dialogues_of(rollout: RolloutConfig, batch: Batch) -> list[str]:
     the speaker of each part."""
     if rollout.environments is None:
         return completion_texts(rollout, batch.prompts, batch)
-    speakers, stop_ids = ("[environment]", "[policy]"), rollout.stopping.stop_ids
+    speakers = ("[environment]", "[policy]")
+    tokens = rollout.chat_format.tokenizer, rollout.stopping.stop_ids
     dialogues = []
     for each in zip(batch.completion_ids, batch.sampled_mask, batch.lengths, strict=True):
         parts = [
-            (speakers[k], decode_part(ids, rollout.tokenizer, stop_ids).strip())
-            for k, ids in completion_parts(*each)
+            (speakers[k], decode_part(ids, *tokens).strip()) for k, ids in completion_parts(*each)
         ]
         dialogues.append("\n".join(f"{speaker} {text}" for speaker, text in parts))
     return dialogues
@@ -308,7 +308,7 @@ def sample_entries(rollout: RolloutConfig, batch: Batch) -> list[dict[str, Any]]
     are_equal = equal_groups(batch.rewards, batch.completions_per_prompt())
     shown = batch.select_groups(np.argsort(are_equal, kind="stable")[:2])
     entries = completion_entries(rollout, shown, "advantage", shown.advantages)
-    prompts = [rollout.tokenizer.decode(prompt.ids) for prompt in shown.prompts]
+    prompts = [rollout.chat_format.tokenizer.decode(prompt.ids) for prompt in shown.prompts]
     return [{"prompt": text} | entry for text, entry in zip(prompts, entries, strict=True)]
 
 

@@ -7,7 +7,7 @@ them on this process. T completion tokens, padded to MAX_LENGTH_SAMPLE.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,9 +27,6 @@ from rewards import RewardFunction, total_rewards
 from rows import Batch
 from sampling import Completions, Stopping
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
@@ -39,8 +36,7 @@ class RolloutConfig:
     sampling: Sampling  # in training steps
     eval_sampling: Sampling  # in evaluations
     stopping: Stopping
-    tokenizer: "PreTrainedTokenizerBase"
-    chat_format: ChatFormat
+    chat_format: ChatFormat  # with the tokenizer
     functions: list[RewardFunction]
     reward_weights: tuple[float, ...]  # the weight of each function in the total reward
     environments: Environments | None  # None: a completion is a single turn of the policy
@@ -81,8 +77,7 @@ def complete(
 
     prompts: of all processes. prompts_per_pass: on this process. title: of the progress bar.
     """
-    longest = max(len(prompt.ids) for prompt in prompts)
-    width = prompt_width(longest, rollout.global_length)  # S+1
+    width = prompt_width(max(len(prompt.ids) for prompt in prompts), rollout.global_length)  # S+1
     local_prompts, passes = slice_of_process(prompts), []
     total = len(local_prompts) * completions_per_prompt
     sequence_ids = np.arange(total, dtype=np.int32) + jax.process_index() * total  # [count]
@@ -124,9 +119,9 @@ def completion_texts(
 ) -> list[str]:
     """The text of each completion. prompts: each once, in the order of their completions."""
     arrays = completions.completion_ids, completions.sampled_mask, completions.lengths
-    K, stop_ids = len(completions.lengths) // len(prompts), rollout.stopping.stop_ids
+    K, tokenizer = len(completions.lengths) // len(prompts), rollout.chat_format.tokenizer
     return [
-        completion_text(prompts[i // K].ids, *tokens, rollout.tokenizer, stop_ids)
+        completion_text(prompts[i // K].ids, *tokens, tokenizer, rollout.stopping.stop_ids)
         for i, tokens in enumerate(zip(*arrays, strict=True))
     ]
 
@@ -154,11 +149,11 @@ def reward_completions(
 
 
 def gather_batch(
+    rollout: RolloutConfig,
     prompts: list[data.Prompt],
     completions: Completions,
     rewards: np.ndarray,
     function_rewards: np.ndarray,
-    stop_ids: tuple[int, ...],
 ) -> Batch:
     """The sequences of all processes as a Batch, on every process.
 
@@ -173,7 +168,7 @@ def gather_batch(
     last = completions.lengths[:, None] - 1
     last_ids = np.take_along_axis(completions.completion_ids, last, axis=1)[:, 0]  # [count]
     is_sampled = np.take_along_axis(completions.sampled_mask, last, axis=1)[:, 0] > 0  # [count]
-    arrays["stopped"] = np.isin(last_ids, stop_ids) & is_sampled
+    arrays["stopped"] = np.isin(last_ids, rollout.stopping.stop_ids) & is_sampled
     return Batch(prompts, **gather_processes(arrays))
 
 

@@ -127,8 +127,7 @@ class MicroBatch(NamedTuple):
     ref_logps: Any = None  # [X*Q, T] float32 nats; None: no reference
     teacher_logps: Any = None  # [X*Q, T] float32 nats; None: no teacher
     top_mask: Any = None  # [X*Q, T] int32, 1 on the tokens of TOP_ENTROPY_QUANTILE; None: all
-    # [X, C, U] int32 ids over which logps are normalized, unused: -1; None: over the vocabulary
-    support: Any = None
+    support: Any = None  # [X, C, U] int32, as in Batch; logps are normalized over it; None: over V
     key_blocks: Any = None  # as in PackedRows
 
 

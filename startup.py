@@ -264,7 +264,6 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
         sampling=make_sampling(cfg),
         eval_sampling=make_eval_sampling(cfg),
         stopping=stopping,
-        tokenizer=tokenizer,
         chat_format=chat_format,
         functions=functions,
         reward_weights=reward_weights,
@@ -617,7 +616,7 @@ def export(run: Run, out: Path, params: Params) -> None:
     cfg, folder = run.cfg, Path(run.cfg.export_hf or out / "hf")
     model, dtype = run.learner.compute.model, run.learner.compute.dtype
     is_replaced = chat_template_file(cfg, run.adapters) != ""
-    chat_template = run.rollout.tokenizer.chat_template if is_replaced else ""
+    chat_template = run.rollout.chat_format.tokenizer.chat_template if is_replaced else ""
     try:
         if model.lora and cfg.export_lora == "adapters":
             path, revision = cfg.model_path, cfg.model_revision

@@ -136,10 +136,7 @@ def main(cfg: Config) -> None:
                     rollout, slice_of_process(prompts), completions, step, cfg.steps
                 )
                 clock.lap("reward")
-                stop_ids = rollout.stopping.stop_ids
-                rounds.append(
-                    gather_batch(prompts, completions, rewards, function_rewards, stop_ids)
-                )
+                rounds += [gather_batch(rollout, prompts, completions, rewards, function_rewards)]
                 clock.lap("gather")
             backend.release()
 
@@ -169,8 +166,7 @@ def main(cfg: Config) -> None:
             if cfg.dynamic_sampling:
                 metrics |= dynamic_sampling_metrics(rounds, estimator)
             metrics["learning_rate"] = lr
-            sampled_tokens = sum(int(sampled.sampled_mask.sum()) for sampled in rounds)
-            log_step(run, log, Step(step, metrics, batch, sampled_tokens, clock))
+            log_step(run, log, Step(step, metrics, batch, rounds, clock))
             if step == first_step:
                 check_drift(run, log, step, metrics)
             lifecycle.finish_step(len(rounds), nonfinite_metric(metrics))
@@ -186,9 +182,9 @@ def main(cfg: Config) -> None:
 
 def with_logps(run: Run, params: Params, ref_params: Params | None, batch: Batch) -> Batch:
     """The batch with the arrays that need the weights before the first update: ref_logps if there
-    is a reference, teacher_logps if there is a teacher, old_logps if there are several updates,
-    and the top_mask of TOP_ENTROPY_QUANTILE, whose threshold is a quantile over the entire step;
-    with it no sequence is skipped. With the default settings the batch is returned unchanged."""
+    is a reference, teacher_logps if there is a teacher, old_logps if there are several updates, and
+    with TOP_ENTROPY_QUANTILE the top_mask, whose threshold is a quantile over the entire step; then
+    no sequence is skipped. With the default settings the batch is returned unchanged."""
     learner, teacher, quantile = run.learner, run.teacher, run.cfg.top_entropy_quantile
     if ref_params is not None:
         ref_logps, _ = compute_batch_logps_and_entropies(learner, ref_params, batch)
@@ -196,11 +192,9 @@ def with_logps(run: Run, params: Params, ref_params: Params | None, batch: Batch
     if teacher:
         teacher_logps, _ = compute_batch_logps_and_entropies(teacher, teacher.base, batch)
         batch = batch._replace(teacher_logps=teacher_logps)
-    needs_old_logps = run.sizes.updates_per_step > 1
-    if needs_old_logps or quantile < 1:
+    if run.sizes.updates_per_step > 1 or quantile < 1:
         logps, entropies = compute_batch_logps_and_entropies(learner, params, batch)
-        if needs_old_logps:
-            batch = batch._replace(old_logps=logps)
+        batch = batch._replace(old_logps=logps)
         if quantile < 1:
             top_mask = top_entropy_mask(entropies, batch.completion_mask, quantile)
             batch = batch._replace(top_mask=top_mask.astype(np.int32))

@@ -121,7 +121,8 @@ def main(cfg: Config) -> None:
             batch = batch_of([run.train_prompts[i] for i in indices], cfg.max_length_sample)
             if step == 0:  # for people to check
                 ids = batch.completion_ids[0][batch.completion_mask[0] > 0]
-                text = escape_control_characters(shorten(run.rollout.tokenizer.decode(ids)))
+                text = run.rollout.chat_format.tokenizer.decode(ids)
+                text = escape_control_characters(shorten(text))
                 log.print_line(f"first demonstration, {batch.prompts[0].source}: {text}")
 
             # ---- Update --------------------------------------------------------------------------

@@ -243,9 +243,8 @@ def accumulate_gradients(
     sequences = computed_sequences(mini_batch, learner.skips_zero_advantages)
     counts = loss_counts(mini_batch)
     micro_batches = pack_to_devices(learner, mini_batch, sequences)
-    grads: Any = None
-    if learner.accumulates or not micro_batches:
-        grads = jax.tree.map(jnp.zeros_like, trainable_params(params))
+    needs_zeros = learner.accumulates or not micro_batches
+    grads: Any = jax.tree.map(jnp.zeros_like, trainable_params(params)) if needs_zeros else None
     metrics_of_micro_steps = []
     for micro_batch in micro_batches:
         grads, metrics = micro_step(

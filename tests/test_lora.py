@@ -387,7 +387,7 @@ def test_a_folder_keeps_its_chat_template_and_the_revision_of_its_base(tmp_path:
     assert lora.read_base_name(folder) == (base, "v2")
     env = DATA | {"MODEL_PATH": str(folder)}
     run = set_up(Config.from_env(env))
-    assert run.rollout.tokenizer.chat_template.endswith("{# mine #}")
+    assert run.rollout.chat_format.tokenizer.chat_template.endswith("{# mine #}")
     for how in ("adapters", "merged"):  # what is trained from this folder keeps it too
         cfg = dataclasses.replace(run.cfg, export_lora=how, export_hf=str(tmp_path / f"of_{how}"))
         params = init_params(run.learner.compute.model, jax.random.key(0))
@@ -395,7 +395,7 @@ def test_a_folder_keeps_its_chat_template_and_the_revision_of_its_base(tmp_path:
         exported = (tmp_path / f"of_{how}" / "chat_template.jinja").read_text(encoding="utf-8")
         assert exported.endswith("{# mine #}")
     other = env | {"CHAT_TEMPLATE": str(REPO / "docs" / "chat_template.jinja")}
-    assert set_up(Config.from_env(other)).rollout.tokenizer.chat_template == text
+    assert set_up(Config.from_env(other)).rollout.chat_format.tokenizer.chat_template == text
 
 
 def test_adapters_by_a_regular_expression_and_with_the_names_of_a_model_of_images_are_read(

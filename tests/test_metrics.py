@@ -30,6 +30,7 @@ BATCH = Batch(
     function_rewards=np.array([[1.0, 1.0], [0.0, 0.5], [1.0, 0.0], [NAN, 1.0]]),
     advantages=np.array([1.0, -1.0, 0.0, 0.0]),
 )
+ROUNDS = [BATCH, BATCH]  # of 20 sampled tokens each
 METRICS = {"loss": 0.25, "entropy": 1.5, "grad_norm": 2.0, "param_norm": 9.0, "updates_applied": 1}
 LINE = "step=7 loss=0.250000 entropy=1.5000 reward_mean=1.1250 dt=4.00s"
 NOTHING = "note step=7: all rewards of each group are equal, so the policy gradient is 0"
@@ -58,7 +59,7 @@ def run_of(samples: int = 1, temperature: float = 0.0) -> SimpleNamespace:
 
 def lines(metrics: dict[str, float], **arrays: np.ndarray) -> list[str]:
     """The lines of step 7 with these metrics, and with these arrays in its batch."""
-    step = Step(7, METRICS | metrics, BATCH._replace(**arrays), 40, clock())
+    step = Step(7, METRICS | metrics, BATCH._replace(**arrays), ROUNDS, clock())
     return step_lines(step, False)
 
 
@@ -85,7 +86,7 @@ def test_the_step_line_ends_with_its_seconds_and_each_note_has_a_line() -> None:
 
 def test_the_step_record_by_hand() -> None:
     metrics = METRICS | {f"dynamic_sampling/{name}": value for name, value in SAMPLED.items()}
-    step = Step(7, metrics, BATCH, 40, clock())
+    step = Step(7, metrics, BATCH, ROUNDS, clock())
     compile_seconds().extend([1.25, 0.25])
     records = step_record(step, run_of().rollout, local_batch=4)
     expected = {

@@ -74,7 +74,7 @@ def test_a_token_that_the_model_has_no_row_for_is_a_mistake_only_in_a_prompt(tmp
     content["added_tokens"].append(content["added_tokens"][0] | {"id": 558, "content": "[PAD]"})
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     run = set_up(Config.from_env(few() | {"MODEL_PATH": str(tmp_path)}))
-    assert len(run.rollout.tokenizer) == 559
+    assert len(run.rollout.chat_format.tokenizer) == 559
     assert (run.rollout.stopping.stop_ids, run.rollout.stopping.pad_id) == ((2,), 2)
     words = "a text has the token '[PAD]' (558), for which the model has no embedding"
     assert words in mistake_of(MODEL_PATH=str(tmp_path), SYSTEM_PROMPT="Do not write [PAD].")

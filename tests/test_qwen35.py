@@ -458,4 +458,4 @@ def test_the_released_templates_think_as_chat_template_kwargs_says(
     if thinks is not None:
         env["CHAT_TEMPLATE_KWARGS"] = json.dumps({"enable_thinking": thinks})
     run = set_up(Config.from_env(env))
-    assert open_think_tag(run.train_prompts[0].ids, run.rollout.tokenizer) == tag
+    assert open_think_tag(run.train_prompts[0].ids, run.rollout.chat_format.tokenizer) == tag

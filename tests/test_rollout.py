@@ -334,7 +334,8 @@ def test_a_text_is_every_drawn_token_but_the_stop_token_whatever_is_special(
     tokenizer.add_special_tokens({"additional_special_tokens": special})
     ids = tokenizer(drawn, add_special_tokens=False)["input_ids"]
     stopping = Stopping(T, (END, tokenizer.convert_tokens_to_ids("</answer>")), pad_id=END)
-    rollout = SimpleNamespace(tokenizer=tokenizer, stopping=stopping, environments=None)
+    rollout = SimpleNamespace(chat_format=ChatFormat(tokenizer, []), stopping=stopping)
+    rollout.environments = None
     row = np.array([ids + [END] * (T - len(ids))], np.int32)
     completions = Completions(
         *(np.zeros(1, np.int32), row, (np.arange(T) < len(ids))[None].astype(np.int32)),

@@ -141,7 +141,7 @@ def talk(run: Run, turns: list[list[str]], *, T: int = 200, K: int = 1, max_turn
     sizes = {"completions_per_prompt": K, "prompts_per_pass": len(prompts), "title": "rollout"}
     completions = complete(rollout, script, prompts, key, sampling, **sizes)
     rewards = reward_completions(rollout, prompts, completions)
-    batch = gather_batch(prompts, completions, *rewards, stopping.stop_ids)
+    batch = gather_batch(rollout, prompts, completions, *rewards)
     return Talk(prompts, completions, batch, script)
 
 

@@ -424,7 +424,7 @@ def contradictions(cfg: Config) -> Iterator[str]:
         if cfg.loss_uses_support() and getattr(cfg, name) == text:
             setting, support = name.upper(), "the tokens that TOP_K, TOP_P, MIN_P leave"
             advice = f"leave {setting} out, or set SAMPLING_SUPPORT=full (a biased loss)"
-            yield f"{setting}={text} cannot replay {support}; {advice}"
+            yield f"{setting}={text} cannot restrict the softmax to {support}; {advice}"
     if cfg.lora_base_dtype == "int8" and cfg.rollout_backend == "sglang_jax":
         reason = "has no float weights to merge for ROLLOUT_BACKEND=sglang_jax"
         yield f"LORA_BASE_DTYPE=int8 {reason}; leave out one of them"

@@ -11,7 +11,7 @@ class Facts(NamedTuple):
     anchor: str = "old"  # ratio = policy / policy before the updates; sampler: policy / sampler
     weights_ratios: bool = False  # IS_MODE's weights multiply the ratios, not the loss
     reads: tuple[str, ...] = ("eps_low", "eps_high", "delta")  # settings that the loss reads
-    limits: str = "ratio"  # what EPS_LOW and EPS_HIGH bound; cap: EPS_HIGH itself is the bound
+    limits: str = "ratio"  # what EPS_LOW and EPS_HIGH bound, or distance; cap: EPS_HIGH is a bound
     published: tuple[float, float] | None = None  # EPS_LOW and EPS_HIGH in the paper
 
 
@@ -24,8 +24,7 @@ OBJECTIVES = {
     "gspo": Facts("seq-mean-token-mean", ratio="sequence", published=(3e-4, 4e-4)),  # 2507.18071
     "sapo": Facts("seq-mean-token-mean", reads=()),  # 2511.20347
     "luspo": Facts("seq-mean-token-sum", ratio="sequence", published=(2e-3, 2.5e-3)),  # 2602.05261
-    # 2507.20673
-    "gmpo": Facts("seq-mean-token-mean", reads=EPS, limits="log_ratio", published=(0.4, 0.4)),
+    "gmpo": Facts("seq-mean-token-mean", reads=EPS, published=(0.4, 0.4)),  # 2507.20673
     "vespo": Facts(weights_ratios=True, reads=()),  # 2602.10693
     "dppo_tv": Facts(anchor="sampler", limits="distance", published=(0.15, 0.15)),  # 2602.04879
     "dppo_kl": Facts(anchor="sampler", limits="distance", published=(0.05, 0.05)),

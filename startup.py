@@ -430,7 +430,7 @@ def open_environments(
     if not (file.endswith(".py") and name.isidentifier()):
         raise UserMistake(f"ENVIRONMENT_CLASS={source} is not file.py:Class")
     worker = get_worker("ENVIRONMENT_CLASS", source, cfg.reward_timeout_s, workers)
-    environments = turns.Environments(source, worker, chat_format, stop_ids, cfg.seed)
+    environments = turns.TurnEnvironments(source, worker, chat_format, stop_ids, cfg.seed)
     if not environments.has_reward and not cfg.reward_fn:
         raise UserMistake(
             f"ENVIRONMENT_CLASS={source} has no get_reward(self); write one, or set REWARD_FN"

@@ -46,7 +46,7 @@ JSON_CALL = THOUGHT + '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>
 XML_CALL = THOUGHT + "<tool_call>\n<function=f>\n</function>\n</tool_call>"
 
 
-class Environments:
+class TurnEnvironments:
     """The environments of a run. Their messages become token ids by the model's chat template."""
 
     def __init__(

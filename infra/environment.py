@@ -31,7 +31,9 @@ def describe_newer_packages() -> list[str]:
         version = next((x.version for x in metadata.distributions(name=name) if x.version), "")
         if version and bound.contains(version, prereleases=True):
             continue
-        is_missing = not version and not util.find_spec(MODULES.get(name, name.replace("-", "_")))
+        spec = util.find_spec(module := MODULES.get(name, name.replace("-", "_")))
+        # Python can import any folder of that name. orbax is a folder without __init__.py.
+        is_missing = not version and not (spec and (spec.origin or module == "orbax"))
         if (version or is_missing) and not bound.operator.startswith("<"):
             older.append(f"{name} {version or 'is missing'} (needed: {bound})")
         elif version:

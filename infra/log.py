@@ -84,7 +84,7 @@ def progress_bar(text: str, total: int, unit: str) -> tqdm:
 # ---- Lines and records ---------------------------------------------------------------------------
 
 
-class Trackers(Protocol):
+class Tracker(Protocol):
     """What also gets the records of a run, such as extras/trackers.py."""
 
     def record(self, step: int, values: dict[str, Any]) -> None: ...
@@ -103,7 +103,7 @@ class RunLog:
         """
         self._out, self._steps, self._writes = out, steps, writes
         self._recent: collections.deque[float] = collections.deque(maxlen=10)  # seconds of steps
-        self.trackers: Trackers | None = None  # they get the records too, see startup.open_log
+        self.trackers: Tracker | None = None  # they get the records too, see startup.open_log
         if not writes:
             return
         out.mkdir(parents=True, exist_ok=True)

@@ -336,8 +336,8 @@ LOSS_TYPE=dppo_tv IS_MODE=token_mask -> IS_MODE=token_mask corrects for the samp
 LOSS_TYPE=vespo IS_MODE=sequence_mask -> IS_MODE=sequence_mask weights sequences, and LOSS_TYPE=vesp
 LOSS_TYPE=dppo_kl TOP_K=9 SAMPLING_SUPPORT=full -> LOSS_TYPE=dppo_kl would count TOP_K, TOP_P
 OFF_POLICY_MASK_THRESHOLD=1 MIN_P=0.1 SAMPLING_SUPPORT=full -> OFF_POLICY_MASK_THRESHOLD=1.0 would
-TOP_K=9 POLICY_LOSS_IMPL=pallas -> POLICY_LOSS_IMPL=pallas cannot replay the tokens that TOP_K,
-TOP_K=9 ROLLOUT_BACKEND=sglang_jax STEPS=0 -> ROLLOUT_BACKEND=sglang_jax cannot replay the tokens
+TOP_K=9 POLICY_LOSS_IMPL=pallas -> POLICY_LOSS_IMPL=pallas cannot restrict the softmax to the
+TOP_K=9 ROLLOUT_BACKEND=sglang_jax STEPS=0 -> ROLLOUT_BACKEND=sglang_jax cannot restrict the softm
 CHAT_TEMPLATE_KWARGS={'a':False} -> CHAT_TEMPLATE_KWARGS={'a':False} is no JSON object such as {"
 CHAT_TEMPLATE_KWARGS=[1] -> CHAT_TEMPLATE_KWARGS=[1] is no JSON object such as {"enable_thinking": f
 TEACHER_PATH=t DISTILL_COEF=0 REWARD_COEF=0 -> DISTILL_COEF=0 and REWARD_COEF=0 leave no trai

@@ -143,7 +143,7 @@ def test_what_computes_takes_values_and_not_the_settings() -> None:
     [
         (contracts.Backend, NaiveBackend),
         (contracts.Backend, sglang.SglangBackend),
-        (contracts.Environments, turns.Environments),
+        (contracts.Environments, turns.TurnEnvironments),
     ],
 )
 def test_backends_and_environments_have_the_methods_of_their_contract(contract, kind) -> None:

@@ -40,7 +40,7 @@ from tokenizers import Tokenizer
 from config import DEFAULT_TURNS, Config
 from data import Prompt, build_prompts, pad_prompts
 from evaluation import answer_questions
-from extras.turns import Environments, tool_calls
+from extras.turns import TurnEnvironments, tool_calls
 from infra.log import Clock
 from infra.mistakes import UserMistake
 from infra.sizes import turn_batch_size, turn_width
@@ -145,7 +145,7 @@ def talk(run: Run, turns: list[list[str]], *, T: int = 200, K: int = 1, max_turn
     return Talk(prompts, completions, batch, script)
 
 
-def answer_of(environments: Environments, sequence_id: int, turn: int, text: str) -> list[int]:
+def answer_of(environments: TurnEnvironments, sequence_id: int, turn: int, text: str) -> list[int]:
     """The tokens of the environment's answer to one completion."""
     [ids] = environments.answers([sequence_id], turn, [text])
     return ids

@@ -39,7 +39,7 @@ class Stopping(NamedTuple):
     """What ends a completion, and the id of padding."""
 
     max_length_sample: int  # T: the most tokens of a completion
-    stop_ids: tuple[int, ...]  # a completion ends with the first of these that is sampled
+    stop_ids: tuple[int, ...]  # a completion ends with the first one, see startup.find_stop_ids
     pad_id: int
 
 

@@ -19,7 +19,7 @@ This departs from the GRPO paper (arXiv 2402.03300) in five points, as most of t
  2. There is no KL penalty unless BETA > 0. It is then the k3 estimate times the ratio, whose
     gradient is unbiased; the paper does not multiply by it (KL_BIAS_CORRECTION=0).
  3. Advantages divide by std + 1e-4 (ddof = 1), and are exactly 0 if a group's rewards are equal.
-    Sequences of advantage 0 are not computed if no other loss term needs them, but still count.
+    Sequences of advantage 0 count, but update.py computes them only if another term needs them.
  4. TEMPERATURE divides the logits in sampling and in all log-probabilities of the loss. The
     tokens that TOP_K, TOP_P and MIN_P drop in sampling have probability 0 in the loss too
     (SAMPLING_SUPPORT=full drops them in sampling only).

@@ -9,7 +9,7 @@ Dimensions: P prompts of a step, K completions per prompt (NUM_PRE_Q), B sequenc
 for advantages, those of a micro-batch for the objective; T completion tokens (padded).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -37,19 +37,22 @@ MERGE: Mapping[str, Callable] = {
 # ---- Advantages, on the host in float64 ----------------------------------------------------------
 
 
-class Estimator(NamedTuple):
+class AdvantageConfig(NamedTuple):
     """How group_advantages compares rewards."""
 
-    name: str = "grpo"  # of ADV_ESTIMATOR
-    scale_rewards: str = "group"  # or batch, none: for grpo
-    weights: tuple[float, ...] = ()  # [functions], for gdpo
+    estimator: str = "grpo"  # ADV_ESTIMATOR
+    scale_rewards: str = "group"
+    weights: Sequence[float] = ()  # REWARD_WEIGHTS, [functions]
 
 
 def group_advantages(
     rewards: np.ndarray,
     completions_per_prompt: int,
-    estimator: Estimator,
-    function_rewards: np.ndarray,
+    function_rewards: np.ndarray | None = None,
+    *,
+    estimator: str = "grpo",
+    scale_rewards: str = "group",
+    weights: Sequence[float] = (),
 ) -> np.ndarray:
     """The advantage of each completion: [B] float64.
 
@@ -64,7 +67,8 @@ def group_advantages(
       reinforce    (reward - batch mean) / batch std
       reinforce++  reward - group mean, then divided by the batch std of these differences
       gdpo         grpo for each function, then the weighted sum, divided by its batch std;
-                   function_rewards: [B, functions], NaN where a function does not apply
+                   weights: [functions]; function_rewards: [B, functions], NaN where a function
+                   does not apply
       maxrl        (reward - group mean) / (group mean + MEAN_EPS), for rewards of 0 or 1
     Every std has ddof 1, and STD_EPS is added to it.
     Raises ValueError for another estimator or scale_rewards.
@@ -73,30 +77,32 @@ def group_advantages(
     """
     groups = np.asarray(rewards, np.float64).reshape(-1, completions_per_prompt)  # [P, K]
     count = (~np.isnan(groups)).sum(axis=1, keepdims=True)  # [P, 1]
-    centered, (name, scale_rewards, weights) = _centered(groups), estimator
-    if name == "grpo":
+    centered = _centered(groups)
+    if estimator == "grpo":
         if scale_rewards not in ("group", "batch", "none"):
             raise ValueError(f"SCALE_REWARDS={scale_rewards} is not known")
         spread = _std(groups, axis=1 if scale_rewards == "group" else None)
         advantages = centered if scale_rewards == "none" else centered / (spread + STD_EPS)
-    elif name == "rloo":
+    elif estimator == "rloo":
         # reward - mean of the others = (reward - mean of all) * count / (count - 1)
         advantages = centered * count / np.maximum(count - 1, 1)
-    elif name == "reinforce":
+    elif estimator == "reinforce":
         advantages = _centered(groups.reshape(1, -1)) / (_std(groups) + STD_EPS)
-    elif name == "reinforce++":  # The batch mean of centered rewards is 0.
+    elif estimator == "reinforce++":  # The batch mean of centered rewards is 0.
         advantages = centered / (_std(centered) + STD_EPS)
-    elif name == "maxrl":
+    elif estimator == "maxrl":
         mean = np.nansum(groups, axis=1, keepdims=True) / np.maximum(count, 1)
         advantages = centered / (mean + MEAN_EPS)
-    elif name == "gdpo":
-        columns = [column.reshape(-1, completions_per_prompt) for column in function_rewards.T]
+    elif estimator == "gdpo":
+        columns = [
+            column.reshape(-1, completions_per_prompt) for column in np.asarray(function_rewards).T
+        ]
         scaled = [_centered(c) / (_std(c, axis=1) + STD_EPS) for c in columns]
         total = sum(w * np.nan_to_num(x) for w, x in zip(weights, scaled, strict=True))
         total = np.where(np.isnan(columns).all(axis=0), np.nan, total)  # [P, K], again of mean 0
         advantages = total / (_std(total) + STD_EPS)
     else:
-        raise ValueError(f"ADV_ESTIMATOR={name} is not known")
+        raise ValueError(f"ADV_ESTIMATOR={estimator} is not known")
     return np.nan_to_num(advantages.reshape(-1))
 
 

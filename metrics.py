@@ -12,7 +12,7 @@ import numpy as np
 from chat import completion_parts, decode_part
 from infra.chips import chip_of
 from infra.log import Clock, RunLog, mean_without_nan, to_json_values
-from loss import MERGE, Estimator, equal_groups
+from loss import MERGE, AdvantageConfig, equal_groups
 from model.network import ComputeConfig
 from model.params import ModelConfig
 from model.placement import update_flops
@@ -224,11 +224,13 @@ def phase_seconds(clock: Clock) -> dict[str, float]:
     return {"rollout": seconds["rollout_sync"] + seconds["rollout_generate"], **seconds}
 
 
-def dynamic_sampling_metrics(rounds: list[Batch], estimator: Estimator) -> dict[str, float]:
+def dynamic_sampling_metrics(
+    rounds: list[Batch], advantage_config: AdvantageConfig
+) -> dict[str, float]:
     """The metrics of DYNAMIC_SAMPLING, over all sampled groups, including those that the step does
     not train on."""
     sampled = Batch.concatenate(rounds)
-    are_equal = have_equal_rewards(sampled, estimator)  # [rounds * P]
+    are_equal = have_equal_rewards(sampled, advantage_config)  # [rounds * P]
     metrics = {
         "rounds": len(rounds),
         "kept_frac": 1 - are_equal.mean(),

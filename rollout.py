@@ -19,7 +19,7 @@ from infra.hosts import StopSignal
 from infra.log import progress_bar
 from infra.mistakes import UserMistake
 from infra.sizes import prompt_width
-from loss import Estimator, equal_groups
+from loss import AdvantageConfig, equal_groups
 from model.layout import concatenate_trees, gather_processes, slice_of_process
 from model.network import ComputeConfig
 from model.next_token import Sampling
@@ -172,34 +172,37 @@ def gather_batch(
     return Batch(prompts, **gather_processes(arrays))
 
 
-def has_enough_groups(rounds: list[Batch], estimator: Estimator, max_rounds: int) -> bool:
+def has_enough_groups(
+    rounds: list[Batch], advantage_config: AdvantageConfig, max_rounds: int
+) -> bool:
     """Whether a step has sampled enough rounds: max_rounds, or so many that P groups have rewards
     that differ. All processes know all rewards, and so agree."""
     if not rounds or len(rounds) == max_rounds:
         return bool(rounds)
-    are_equal = have_equal_rewards(Batch.concatenate(rounds), estimator)  # [rounds * P]
+    are_equal = have_equal_rewards(Batch.concatenate(rounds), advantage_config)  # [rounds * P]
     return bool((~are_equal).sum() >= len(rounds[0].prompts))
 
 
-def have_equal_rewards(batch: Batch, estimator: Estimator) -> np.ndarray:
+def have_equal_rewards(batch: Batch, advantage_config: AdvantageConfig) -> np.ndarray:
     """[P] bool: whether all rewards of a group are equal. For gdpo the rewards of each function
     whose weight is not 0 have to be equal."""
-    is_compared = np.asarray(estimator.weights) != 0  # [functions]
-    rewards = batch.function_rewards[:, is_compared] if estimator.name == "gdpo" else batch.rewards
+    is_compared = np.asarray(advantage_config.weights) != 0  # [functions]
+    by_function = advantage_config.estimator == "gdpo"
+    rewards = batch.function_rewards[:, is_compared] if by_function else batch.rewards
     return equal_groups(rewards, batch.completions_per_prompt())
 
 
-def choose_groups(rounds: list[Batch], estimator: Estimator) -> Batch:
+def choose_groups(rounds: list[Batch], advantage_config: AdvantageConfig) -> Batch:
     """P of the sampled groups, preferably with rewards that differ, in their order. Raises
     UserMistake if the estimator cannot take the rewards."""
     batch = rounds[0]
     if len(rounds) > 1:
         sampled = Batch.concatenate(rounds)
-        are_equal = have_equal_rewards(sampled, estimator)  # [rounds * P]
+        are_equal = have_equal_rewards(sampled, advantage_config)  # [rounds * P]
         # A stable sort puts the groups whose rewards differ first.
         order = np.argsort(are_equal, kind="stable")
         batch = sampled.select_groups(np.sort(order[: len(batch.prompts)]))
-    if estimator.name == "maxrl" and (batch.rewards < 0).any():
+    if advantage_config.estimator == "maxrl" and (batch.rewards < 0).any():
         raise UserMistake(
             f"ADV_ESTIMATOR=maxrl needs rewards of at least 0, and one is "
             f"{np.nanmin(batch.rewards):g}; use another REWARD_FN or estimator"

@@ -50,7 +50,7 @@ from infra.chips import exit_on_oom
 from infra.hosts import exiting_on_error
 from infra.log import Clock
 from infra.mistakes import UserMistake, import_optional
-from loss import Estimator, group_advantages, top_entropy_mask
+from loss import AdvantageConfig, group_advantages, top_entropy_mask
 from metrics import (
     PHASES,
     Step,
@@ -82,7 +82,7 @@ def main(cfg: Config) -> None:
     run, lifecycle, backend, state, ref_params = start(cfg)
     log, learner, rollout = lifecycle.log, run.learner, run.rollout
     P, K = run.sizes.prompts_per_step, cfg.num_pre_q
-    estimator = Estimator(cfg.adv_estimator, cfg.scale_rewards, rollout.reward_weights)
+    advantage_config = AdvantageConfig(cfg.adv_estimator, cfg.scale_rewards, rollout.reward_weights)
     max_rounds = cfg.dynamic_sampling_max_rounds if cfg.dynamic_sampling else 1
     rollout_key, eval_key = jax.random.split(jax.random.key(cfg.seed))
 
@@ -115,7 +115,7 @@ def main(cfg: Config) -> None:
             clock.lap("rollout_sync")
             rounds: list[Batch] = []
             # A step has one round, unless DYNAMIC_SAMPLING needs more.
-            while not has_enough_groups(rounds, estimator, max_rounds):
+            while not has_enough_groups(rounds, advantage_config, max_rounds):
                 round_number = lifecycle.progress.rounds + len(rounds)  # of the run, from 0
                 # [P], the same on every process
                 prompts = prompts_of_round(rollout, run.train_prompts, P, K, round_number, cfg.seed)
@@ -142,9 +142,10 @@ def main(cfg: Config) -> None:
 
             # ---- Advantages: how much better each completion is than its group -------------------
             # DYNAMIC_SAMPLING prefers groups whose rewards differ.
-            batch = choose_groups(rounds, estimator)
-            # [B] float64
-            advantages = group_advantages(batch.rewards, K, estimator, batch.function_rewards)
+            batch = choose_groups(rounds, advantage_config)
+            advantages = group_advantages(
+                batch.rewards, K, batch.function_rewards, **advantage_config._asdict()
+            )  # [B] float64
             # MASK_TRUNCATED_COMPLETIONS leaves completions that were cut off out of the loss.
             is_counted = batch.stopped | (not cfg.mask_truncated_completions)  # [B]
             mask = batch.completion_mask * is_counted[:, None]  # [B, T]
@@ -164,7 +165,7 @@ def main(cfg: Config) -> None:
 
             # ---- Log -----------------------------------------------------------------------------
             if cfg.dynamic_sampling:
-                metrics |= dynamic_sampling_metrics(rounds, estimator)
+                metrics |= dynamic_sampling_metrics(rounds, advantage_config)
             metrics["learning_rate"] = lr
             log_step(run, log, Step(step, metrics, batch, rounds, clock))
             if step == first_step:

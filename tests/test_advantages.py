@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loss import Estimator, group_advantages
+from loss import group_advantages
 
 GOLDENS = Path(__file__).parent / "goldens"
 TRL = json.loads((GOLDENS / "trl.json").read_text(encoding="utf-8"))
@@ -27,8 +27,9 @@ def advantages_of(function_rewards: np.ndarray, weights: Any, K: int, how: str) 
     rewards = np.nansum(function_rewards * weights, axis=1)
     rewards[np.isnan(function_rewards).all(axis=1)] = NAN
     if how in ("group", "batch", "none"):
-        return group_advantages(rewards, K, Estimator("grpo", how), function_rewards)
-    return group_advantages(rewards, K, Estimator(how, weights=weights), function_rewards)
+        return group_advantages(rewards, K, scale_rewards=how)
+    functions = {"function_rewards": function_rewards, "weights": weights} if how == "gdpo" else {}
+    return group_advantages(rewards, K, estimator=how, **functions)
 
 
 @pytest.mark.parametrize(

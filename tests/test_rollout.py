@@ -19,7 +19,7 @@ from config import Config
 from data import Prompt, batch_indices, build_prompts, load_examples
 from fingerprint import result_fingerprint
 from infra.mistakes import UserMistake
-from loss import Estimator, Objective
+from loss import AdvantageConfig, Objective
 from model import hf
 from model.next_token import Sampling
 from optimizer import Optimizer
@@ -146,7 +146,7 @@ def test_a_step_takes_the_first_groups_whose_rewards_differ_then_fills_up(
 ) -> None:
     rounds = rounds_of(sum(first, []), sum(second, []))
     ids = [4 * group + k for group in chosen for k in range(4)]
-    batch = choose_groups(rounds, Estimator("grpo", weights=(1.0, 1.0)))
+    batch = choose_groups(rounds, AdvantageConfig("grpo", weights=(1.0, 1.0)))
     assert [p.ids for p in batch.prompts] == [[group] for group in chosen]
     assert batch.completion_ids[:, 0].tolist() == batch.function_rewards[:, 0].tolist() == ids
     np.testing.assert_array_equal(batch.rewards, np.array(sum(first + second, []))[ids])
@@ -156,11 +156,11 @@ def test_a_step_takes_the_first_groups_whose_rewards_differ_then_fills_up(
 def test_for_gdpo_a_group_differs_if_the_rewards_of_one_function_differ() -> None:
     """The functions here give the number of the sequence and its opposite, whatever the total."""
     (batch,) = rounds_of(SAME[0] * 3)
-    grpo, gdpo = (Estimator(name, weights=(1.0, 1.0)) for name in ("grpo", "gdpo"))
+    grpo, gdpo = (AdvantageConfig(name, weights=(1.0, 1.0)) for name in ("grpo", "gdpo"))
     assert have_equal_rewards(batch, grpo).tolist() == [True, True, True]
     assert have_equal_rewards(batch, gdpo).tolist() == [False, False, False]
     # Functions without a weight only measure.
-    gdpo = Estimator("gdpo", weights=(0.0, 0.0))
+    gdpo = AdvantageConfig("gdpo", weights=(0.0, 0.0))
     assert have_equal_rewards(batch, gdpo).tolist() == [True, True, True]
 
 

@@ -21,6 +21,7 @@ import os
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from infra.settings import (
 from infra.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES
 from objectives import OBJECTIVES
 
+STARTED = time.monotonic()  # of the program, which imports this file first; MAX_HOURS count from it
 DTYPES = "auto|bfloat16|float32"
 LOSS_TYPES = "|".join(OBJECTIVES)
 IS_MODES = "none|token_truncate|token_mask|sequence_truncate|sequence_mask"
@@ -269,6 +271,9 @@ class Config:
     checkpoint_dir: str = in_run("", "Folder or gs://bucket/folder; empty: OUTPUT_DIR/checkpoints.")
     save_every_steps: int = in_run(50, "Steps between checkpoints; 0: none, not even at the end.")
     save_keep: int = in_run(2, "Number of newest checkpoints to keep besides the best; 0: all.")
+    max_hours: float = in_run(
+        0.0, "Hours from the start to a stop with checkpoint and export; 0: no limit."
+    )
     resume: str = in_run(
         "auto", "A run or checkpoint to fork; auto: OUTPUT_DIR's own run; never: a new run."
     )
@@ -443,6 +448,9 @@ def contradictions(cfg: Config) -> Iterator[str]:
     except ValueError as error:
         reason = f'is no JSON object such as {{"enable_thinking": false}}: {error}'
         yield f"CHAT_TEMPLATE_KWARGS={cfg.chat_template_kwargs} {reason}"
+    if cfg.max_hours and cfg.steps and not cfg.save_every_steps:
+        reason = "ends a start, and SAVE_EVERY_STEPS=0 saves nothing for the next one"
+        yield f"MAX_HOURS={cfg.max_hours:g} {reason}; set SAVE_EVERY_STEPS"
     if "://" in cfg.output_dir + cfg.export_hf:
         yield "OUTPUT_DIR and EXPORT_HF are folders of this machine; CHECKPOINT_DIR may be gs://"
     if cfg.push_to_hub and (cfg.export_hf == "none" or not cfg.steps):
@@ -501,6 +509,7 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
         ("overlong_cache", "soft_overlong_penalty" in cfg.reward_fn, f"REWARD_FN={cfg.reward_fn}"),
         ("wandb_mode", "wandb" in (cfg.report_to or "wandb"), f"REPORT_TO={cfg.report_to}"),
         ("eval_temperature", cfg.evaluates(), "no evaluation"),
+        ("max_hours", cfg.steps, "STEPS=0"),
         (
             engine_settings,
             cfg.rollout_backend == "sglang_jax",
@@ -588,7 +597,9 @@ def load(
     except UserMistake as error:
         exit_with_mistakes(error)
     layers |= {name.lower(): ".env" for name in dotenv}
-    run_notes = () if answers else (*notes(cfg, layers), *lines)
+    given = cfg.max_hours if "MAX_HOURS" in env else 0
+    unread = [f"MAX_HOURS={given:g} does nothing with --ask and --eval-only"] if given else []
+    run_notes = unread if answers else (*notes(cfg, layers), *lines)
     ignored = describe_ignored_names(env, [field.name.upper() for field in dataclasses.fields(cfg)])
     note_lines = [f"note: {line}" for line in (*run_notes, *ignored, *newer)]
     return cfg, args, [changed(cfg, layers), *note_lines]

@@ -77,7 +77,11 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
         checkpoints = resume.open_checkpoints(
             out, cfg.checkpoint_dir, cfg.save_keep, cfg.save_every_steps
         )
+        if cfg.max_hours and not checkpoints.shared:
+            reason = "ends a start, and there are no checkpoints for the next one"
+            raise UserMistake(f"MAX_HOURS={cfg.max_hours:g} {reason}; set CHECKPOINT_DIR")
         backend = make_backend(run)
+        reading = time.monotonic()
         with attribute_oom_to("the arrays of the weights and the optimizer state"):
             model, optimizer = run.learner.compute.model, run.learner.optimizer
             wanted = {"state": abstract_state(model, run.learner.compute.layout.mesh, optimizer)}
@@ -103,6 +107,7 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
             if cfg.beta > 0:
                 ref_params = combine_params(base, first_params(run, run.learner.compute.dtype))
             jax.block_until_ready((base, state, ref_params))
+        reading_s = time.monotonic() - reading
         log = open_log(run, out, progress)
         lifecycle = Lifecycle(
             steps=cfg.steps,
@@ -114,7 +119,13 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
             progress=progress,
             review=open_reviewer(out, log),
             began=began,
+            stop_signal=run.rollout.stop_signal,
         )
+        if cfg.max_hours and cfg.steps:
+            exported = (state.params, base if cfg.export_lora == "merged" else None)
+            checkpoints.save_s = seconds_to_write(state)
+            export_s = max(reading_s, seconds_to_write(exported))
+            lifecycle.limit_hours(cfg.max_hours, config.STARTED, export_s)
         lifecycle.claim_folder({"state": state})
         run.rollout.stop_signal.watch(cfg.preemption_grace_s)
         lifecycle.review(RUNNING, "")
@@ -123,6 +134,11 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
             backend.close()
         exit_with_mistakes(error)
     return run, lifecycle, backend, state, ref_params
+
+
+def seconds_to_write(arrays: Any) -> float:
+    """An estimate before the first measurement: a slow disk takes 100 MB in a second."""
+    return sum(x.nbytes for x in jax.tree.leaves(arrays)) / 1e8
 
 
 def read_base(folder: Path, compute: ComputeConfig) -> Params | None:
@@ -608,9 +624,12 @@ def resolved_choices(run: Run) -> dict[str, str]:
     }
 
 
-def export(run: Run, out: Path, params: Params) -> None:
+def export(run: Run, out: Path, params: Params, is_done: bool) -> None:
     """Writes the trained model as a Hugging Face folder, or the adapters as a PEFT folder, and then
-    uploads the folder if PUSH_TO_HUB names a repository. Raises Unwritable."""
+    uploads the folder if PUSH_TO_HUB names a repository, and the run is done. Raises Unwritable."""
+    later = [x for x in ("EVAL_FULL_SWEEP", "PUSH_TO_HUB") if getattr(run.cfg, x.lower())]
+    if later and not is_done:
+        print(f"note: {' and '.join(later)} wait for STEPS={run.cfg.steps}", flush=True)
     if run.cfg.export_hf == "none":
         return
     cfg, folder = run.cfg, Path(run.cfg.export_hf or out / "hf")
@@ -646,7 +665,7 @@ def export(run: Run, out: Path, params: Params) -> None:
             )
     except OSError as error:
         raise Unwritable(f"EXPORT_HF={folder} cannot be written: {error}") from None
-    if cfg.push_to_hub:
+    if cfg.push_to_hub and is_done:
         with hosts.raising_on_all_processes(Unwritable):  # the others wait for process 0
             if jax.process_index() == 0:
                 open_hub(cfg).upload(run, out, folder)

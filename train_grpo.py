@@ -96,8 +96,11 @@ def main(cfg: Config) -> None:
     def save() -> None:
         lifecycle.save({"state": state})
 
-    # After SIGTERM or Ctrl-C `ending` saves a checkpoint and ends the program.
-    with contextlib.closing(backend), lifecycle.ending(save):
+    def export_now(is_done: bool) -> None:
+        export(run, lifecycle.out, params(), is_done)
+
+    # After SIGTERM, Ctrl-C or MAX_HOURS `ending` saves a checkpoint and ends the program.
+    with contextlib.closing(backend), lifecycle.ending(save, evaluate_now, export_now):
         first_step = lifecycle.progress.step
         for step in range(first_step, cfg.steps + 1):
             # ---- Evaluation on held-out questions, then a checkpoint, which knows its score ------
@@ -174,8 +177,8 @@ def main(cfg: Config) -> None:
 
         if cfg.eval_full_sweep:  # the last checkpoint is saved before this long evaluation
             evaluate_now(full=True)
-    with lifecycle.ending(save):
-        lifecycle.finish(lambda: export(run, lifecycle.out, params()))
+    with lifecycle.ending(save, evaluate_now, export_now):
+        lifecycle.finish(export_now)
 
 
 # ---- Log-probabilities before the first update ---------------------------------------------------

@@ -16,6 +16,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -69,6 +70,7 @@ class Checkpoints:
     """The checkpoints in one folder, which all processes must see. The first save makes the folder.
 
     newest: the step of the newest checkpoint that this run has saved or restored; -1: none.
+    save_s: the seconds of the last save, until it was found complete; before it an estimate.
     shared: False if the processes turn out not to see the same folder, which then counts as empty.
     """
 
@@ -96,6 +98,7 @@ class Checkpoints:
         self._damaged: list[int] = []
         self._saving = -1  # the step whose checkpoint is being saved
         self.newest, self.shared = -1, True
+        self.save_s = self._began = 0.0
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints that look complete, in order."""
@@ -140,7 +143,7 @@ class Checkpoints:
             record = asdict(progress) | {"format": FORMAT, "arrays": checksums_by_name(arrays)}
         record["sha256"] = record_digest(record)
         self._policies[1] = CustomSteps([progress.best_step])
-        self._saving = step
+        self._saving, self._began = step, time.monotonic()
         items = {ARRAYS: ocp.args.PyTreeSave(arrays), RECORD: ocp.args.JsonSave(record)}
         try:
             while self._damaged:
@@ -166,6 +169,12 @@ class Checkpoints:
         except Exception as error:
             self._raise_unwritable(error)
         self.newest, self._saving = self._saving, -1
+        self.save_s = time.monotonic() - self._began
+
+    def seconds_to_save(self) -> float:
+        """An estimate of the seconds that a save takes which begins now: it waits for the one in
+        the background."""
+        return self.save_s * (2 if self._saving >= 0 else 1)
 
     def _raise_if_unreadable(self, arrays: Any) -> None:
         """Reads the record of the newest checkpoint and its smallest array, since the devices may

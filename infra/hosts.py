@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -226,12 +226,16 @@ def changed_random_numbers() -> dict[str, str]:
 # ---- Stopping ------------------------------------------------------------------------------------
 
 
+DEADLINE = -1  # in place of the number of a signal: MAX_HOURS are nearly over
+
+
 class StopRequested(Exception):
-    """The run has to stop here, because of a signal. number: of the signal."""
+    """The run has to stop here. number: of the signal that asks for it, or DEADLINE."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.exit_code = 128 + number
+        self.at_deadline = number == DEADLINE
+        super().__init__("MAX_HOURS" if self.at_deadline else signal.Signals(number).name)
+        self.exit_code = 0 if self.at_deadline else 128 + number
 
 
 def heeded_signals() -> list[signal.Signals]:
@@ -243,9 +247,11 @@ def heeded_signals() -> list[signal.Signals]:
 
 class StopSignal:
     """STOP_SIGNALS end the process at once, until `watch` is called on the main thread; from then
-    on they stop the run at its next `raise_if_stopped`."""
+    on they stop the run at its next `raise_if_stopped`. So does the clock if is_late() is true."""
 
-    _number = 0  # of the signal that has arrived
+    def __init__(self) -> None:
+        self._number = 0  # of the signal that has arrived
+        self.is_late: Callable[[], bool] = lambda: False
 
     def watch(self, grace_s: int) -> None:
         """From now on a thread receives signals, because Python's handlers wait while the main
@@ -278,10 +284,12 @@ class StopSignal:
         end_process(code, "error: a second signal; ending without a checkpoint")
 
     def raise_if_stopped(self) -> None:
-        """Raises StopRequested on all processes, at the same call, after a signal to any one."""
-        number = self._number
+        """Raises StopRequested on all processes, at the same call, after a signal to any one, or if
+        any one is late. A signal counts more."""
+        number = self._number or DEADLINE * self.is_late()
         if jax.process_count() > 1:
-            number = int(multihost_utils.process_allgather(np.int32(number)).max())
+            numbers = multihost_utils.process_allgather(np.int32(number))
+            number = int(numbers.max() or numbers.min())
         if number:
             raise StopRequested(number)
 

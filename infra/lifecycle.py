@@ -1,12 +1,15 @@
-"""When a run saves, and how it ends: by a signal, a mistake, a non-finite step, or done.
+"""When a run saves, and how it ends: by a signal, MAX_HOURS, a mistake, a non-finite step, or done.
 
 After a signal the run saves a checkpoint of its last complete step, and so it does after a user's
-mistake, such as a reward that fails, if there is one process. Everything else that stops a run ends
-it at once: the newest complete checkpoint stays, and the same command resumes from it.
+mistake, such as a reward that fails, if there is one process. When MAX_HOURS are nearly over, it
+also evaluates and exports what it has saved. Everything else that stops a run ends it at once: the
+newest complete checkpoint stays, and the same command resumes from it.
 """
 
+import collections
 import contextlib
 import dataclasses
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,12 +18,15 @@ from typing import Any
 import jax
 
 from infra.checkpoint import Checkpoints, Progress
-from infra.hosts import StopRequested, raising_on_all_processes
-from infra.log import DONE, FAILED, RUNNING, STOPPED, RunLog
+from infra.hosts import StopRequested, StopSignal, raising_on_all_processes
+from infra.log import DONE, FAILED, RUNNING, STOPPED, RunLog, read_lines
 from infra.mistakes import Unwritable, UserMistake, exit_with_mistakes, in_one_line
 from infra.resume import write_run
 
 NONFINITE_LIMIT = 3  # steps in a row whose loss or gradient is not finite
+# MAX_HOURS leave so many times the seconds that the end is expected to take, and some seconds more.
+MARGIN, MARGIN_S = 1.25, 10.0
+EVALUATION_S = ("time/eval/step_s", "time/eval/loss_s")  # train_sft.py may record both
 
 
 @dataclasses.dataclass
@@ -36,6 +42,15 @@ class Lifecycle:
     progress: Progress
     review: Callable[[str, str], dict[str, Any]]  # gets state and reason, see infra/log.py
     began: float  # time.perf_counter() at the start
+    stop_signal: StopSignal
+    max_hours: float = 0.0  # MAX_HOURS; 0: no limit
+    export_s: float = 0.0  # an estimate of the seconds of the export
+    asked: float = 0.0  # the time.monotonic() of the last call of is_late
+
+    def __post_init__(self) -> None:
+        self.first_step = self.progress.step  # of this start
+        # The longest time between two calls of is_late, in each of the last steps.
+        self.waits = collections.deque([0.0], maxlen=10)
 
     def claim_folder(self, arrays: Any) -> None:
         """Writes run.json, which names the owner of the folder, before the first record. A fork
@@ -72,7 +87,9 @@ class Lifecycle:
         if progress.accuracy is not None and progress.accuracy > progress.best_accuracy:
             progress.best_step, progress.best_accuracy = progress.step, progress.accuracy
         progress.lengths, had_saved = self.log.file_lengths(), self.checkpoints.newest >= 0
+        self.is_late()  # the seconds of a save are no wait between two calls
         self.checkpoints.save(arrays, progress)
+        self.asked = time.monotonic()
         if self.checkpoints.newest >= 0 and not had_saved:
             write_run(self.out, progress, has_saved=True)
 
@@ -85,6 +102,7 @@ class Lifecycle:
         progress, step = self.progress, self.progress.step
         progress.step, progress.rounds = step + 1, progress.rounds + rounds
         progress.accuracy = None
+        self.waits.append(0.0)
         progress.not_finite = progress.not_finite + 1 if not_finite else 0
         if progress.not_finite >= NONFINITE_LIMIT:
             self.checkpoints.wait_until_saved()
@@ -97,29 +115,105 @@ class Lifecycle:
                 self.log.print_line(line)
             raise SystemExit(f"error: {reason}")
         self.checkpoints.raise_if_save_failed()
+        if self.max_hours and progress.step == self.first_step + 10:
+            seconds = statistics.median(self.log.recent)
+            seconds += self._evaluation_s() / max(self.eval_every_steps, 1)
+            fitting = progress.step + max(0, int(self._seconds_left() / seconds))
+            hours = f"MAX_HOURS={self.max_hours:g} is enough for about"
+            self.log.print_line(f"note: {hours} {min(fitting, self.steps)} of STEPS={self.steps}")
+
+    # ---- MAX_HOURS -------------------------------------------------------------------------------
+
+    def limit_hours(self, hours: float, began: float, export_s: float) -> None:
+        """From now on the clock stops the run, in time for a checkpoint, an evaluation and an
+        export within MAX_HOURS.
+
+        hours: MAX_HOURS, which count from `began`, a time.monotonic(). export_s: an estimate.
+        """
+        self.max_hours, self.export_s = hours, export_s
+        self.log.ends = began + 3600 * hours
+        records = [*read_lines(self.out / "metrics.jsonl")]
+        for name in EVALUATION_S:  # the longest, as the next evaluation may have to compile
+            self.log.newest[name] = max((x.get(name, 0.0) for x in records), default=0.0)
+        self.asked = time.monotonic()
+        self.stop_signal.is_late = self.is_late
+
+    def is_late(self) -> bool:
+        """Whether the run has to stop now. StopSignal asks before each pass and each update; the
+        longest time between two calls is the longest that a stop may have to wait."""
+        now = time.monotonic()
+        self.waits[-1], self.asked = max(self.waits[-1], now - self.asked), now
+        return self._seconds_left() <= 0
+
+    def _seconds_left(self) -> float:
+        """Until the run has to stop; measured durations decide."""
+        save_s, wait_s = self.checkpoints.seconds_to_save(), max(self.waits)
+        needed_s = MARGIN * (wait_s + save_s + self._evaluation_s() + self.export_s) + MARGIN_S
+        return self.log.ends - time.monotonic() - needed_s
+
+    def _evaluation_s(self) -> float:
+        return sum(self.log.newest.get(name, 0.0) for name in EVALUATION_S)
+
+    def _finish_in_time(
+        self, evaluate: Callable[[], float], export: Callable[[bool], None]
+    ) -> None:
+        """Evaluates, unless this is done or takes too long, and exports. The checkpoint is complete
+        and does not know of this evaluation: the resumed run drops its records.
+
+        Raises UserMistake if this start has added no step, and StopRequested after a signal.
+        """
+        if self.progress.step == self.first_step:
+            hours = f"MAX_HOURS={self.max_hours:g}"
+            raise UserMistake(f"{hours} ended this start before its first step was done; raise it")
+        self.stop_signal.is_late = lambda: (
+            time.monotonic() >= self.log.ends - MARGIN * self.export_s
+        )
+        try:
+            if self.eval_every_steps and self.progress.accuracy is None:
+                evaluate()
+        except StopRequested as request:
+            if not request.at_deadline:
+                raise
+            self.log.print_line("note: MAX_HOURS were not enough for the last evaluation")
+        self.stop_signal.is_late = lambda: False
+        self.stop_signal.raise_if_stopped()
+        export(False)
+        self.stop_signal.raise_if_stopped()
 
     # ---- The end ---------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def ending(self, save: Callable[[], None]) -> Iterator[None]:
+    def ending(
+        self,
+        save: Callable[[], None],
+        evaluate: Callable[[], float],
+        export: Callable[[bool], None],
+    ) -> Iterator[None]:
         """Runs the steps. After a signal it saves the last complete step and ends the program, and
-        so it does after a user's mistake, if there is one process. A file that cannot be written
-        ends the program, too. The summary says why the run has ended, also after any other error.
+        so it does after a user's mistake, if there is one process. When MAX_HOURS are nearly over,
+        it also evaluates and exports. A file that cannot be written ends the program, too. The
+        summary says why the run has ended, also after any other error.
 
-        save: calls Lifecycle.save with the newest arrays.
+        save: calls Lifecycle.save with the newest arrays. evaluate: returns the score of the newest
+        weights. export: writes the trained model; it gets whether all steps are done.
         """
         try:
             try:
                 yield
-            except StopRequested as signal:
+            except StopRequested as request:
                 save()
                 self.checkpoints.wait_until_saved()
+                try:
+                    if request.at_deadline:
+                        self._finish_in_time(evaluate, export)
+                except StopRequested as signal:
+                    request = signal
                 saved = self.checkpoints.newest if self.checkpoints.newest >= 0 else "none"
                 self.log.print_line(
-                    f"STOPPED: {signal} steps={self.progress.step} saved_step={saved}"
+                    f"STOPPED: {request} steps={self.progress.step} saved_step={saved}"
                 )
-                self.close(STOPPED, str(signal))
-                raise SystemExit(signal.exit_code) from None
+                self.close(STOPPED, str(request))
+                raise SystemExit(request.exit_code) from None
             except UserMistake:  # of a reward or an environment, before the step changes anything
                 # Other processes do not know of the mistake, so only a single process saves.
                 if jax.process_count() == 1 and self.progress.step:
@@ -137,14 +231,14 @@ class Lifecycle:
             self._close_failed("memory ran out" if out_of_memory else in_one_line(error))
             raise
 
-    def finish(self, export: Callable[[], None]) -> None:
+    def finish(self, export: Callable[[bool], None]) -> None:
         """Waits for the last checkpoint, exports the model and prints the last line.
 
-        export: writes the trained model. Raises Unwritable.
+        export: as in `ending`. Raises Unwritable.
         """
         self.checkpoints.wait_until_saved()
         if self.steps:
-            export()
+            export(True)
             # Without a checkpoint, too, the run is not begun again.
             write_run(self.out, self.progress, has_saved=True)
         verdict = self.close(DONE)

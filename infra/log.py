@@ -102,7 +102,9 @@ class RunLog:
         of each of FILES that stay; None: all. Raises OSError if the folder cannot be written.
         """
         self._out, self._steps, self._writes = out, steps, writes
-        self._recent: collections.deque[float] = collections.deque(maxlen=10)  # seconds of steps
+        self.recent: collections.deque[float] = collections.deque(maxlen=10)  # seconds of steps
+        self.newest: dict[str, Any] = {}  # the newest value of each metric
+        self.ends = math.inf  # the time.monotonic() at which MAX_HOURS are over
         self.trackers: Tracker | None = None  # they get the records too, see startup.open_log
         if not writes:
             return
@@ -119,9 +121,10 @@ class RunLog:
     def record_metrics(self, step: int, values: dict[str, Any]) -> None:
         """Appends one record to metrics.jsonl, and adds it to the trackers."""
         if STEP_S in values:
-            self._recent.append(values[STEP_S])
-            values = values | {"time/train/step_avg_last10_s": np.mean(self._recent)}
+            self.recent.append(values[STEP_S])
+            values = values | {"time/train/step_avg_last10_s": np.mean(self.recent)}
         values = to_json_values(values)
+        self.newest |= values
         self.append_entries("metrics.jsonl", step, [values])
         if self.trackers:
             self.trackers.record(step, values)
@@ -147,12 +150,14 @@ class RunLog:
 
     def time_left(self, step: int, clock: Clock) -> str:
         """The end of the step's line, such as " left=1:02:00", from the median seconds of this step
-        and of the ten before. It is empty for the first step, which compiles, and for the last."""
+        and of the ten before, or what is left of MAX_HOURS, if that is less. It is empty for the
+        first step, which compiles, and for the last."""
         steps = self._steps - step - 1
-        if not self._recent or not steps:
+        if not self.recent or not steps:
             return ""
-        seconds = statistics.median_low([*self._recent, clock.total()])
-        return f" left={tqdm.format_interval(steps * seconds)}"
+        seconds = statistics.median_low([*self.recent, clock.total()])
+        left = max(0.0, min(steps * seconds, self.ends - time.monotonic()))
+        return f" left={tqdm.format_interval(left)}"
 
     def close(self, summary: dict[str, Any] | None = None, *, finished: bool = False) -> None:
         """Ends the run in its trackers.

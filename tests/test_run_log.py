@@ -18,6 +18,7 @@ import pytest
 from runs import REPO
 
 from infra.checkpoint import Checkpoints, Progress
+from infra.hosts import StopSignal
 from infra.lifecycle import Lifecycle
 from infra.log import RunLog, replace_file
 from infra.mistakes import Unwritable
@@ -77,6 +78,7 @@ def life_of(out: Path, **settings: int) -> Lifecycle:
         progress=Progress(),
         review=lambda state, reason: {},
         began=time.perf_counter(),
+        stop_signal=StopSignal(),
     )
 
 
@@ -118,7 +120,7 @@ def test_a_run_without_a_reviewer_and_checkpoints_ends_and_is_not_begun_again(
     lifecycle.finish_step(1, "")
     lifecycle.log.record_metrics(0, {})
     assert not read_run(tmp_path)["has_saved"]
-    lifecycle.finish(lambda: None)
+    lifecycle.finish(lambda is_done: None)
     assert capsys.readouterr().out.startswith("DONE: steps=4 elapsed_sec=")
     assert read_run(tmp_path)["has_saved"]
     assert not (tmp_path / "summary.json").exists()

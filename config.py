@@ -271,9 +271,7 @@ class Config:
     checkpoint_dir: str = in_run("", "Folder or gs://bucket/folder; empty: OUTPUT_DIR/checkpoints.")
     save_every_steps: int = in_run(50, "Steps between checkpoints; 0: none, not even at the end.")
     save_keep: int = in_run(2, "Number of newest checkpoints to keep besides the best; 0: all.")
-    max_hours: float = in_run(
-        0.0, "Hours from the start to a stop with checkpoint and export; 0: no limit."
-    )
+    max_hours: float = in_run(0.0, "Hours until a start saves, exports and ends; 0: no limit.")
     resume: str = in_run(
         "auto", "A run or checkpoint to fork; auto: OUTPUT_DIR's own run; never: a new run."
     )
@@ -597,8 +595,8 @@ def load(
     except UserMistake as error:
         exit_with_mistakes(error)
     layers |= {name.lower(): ".env" for name in dotenv}
-    given = cfg.max_hours if "MAX_HOURS" in env else 0
-    unread = [f"MAX_HOURS={given:g} does nothing with --ask and --eval-only"] if given else []
+    hours = env.get("MAX_HOURS", "")
+    unread = [f"MAX_HOURS={hours} does nothing with --ask and --eval-only"] if hours else []
     run_notes = unread if answers else (*notes(cfg, layers), *lines)
     ignored = describe_ignored_names(env, [field.name.upper() for field in dataclasses.fields(cfg)])
     note_lines = [f"note: {line}" for line in (*run_notes, *ignored, *newer)]

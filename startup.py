@@ -107,7 +107,7 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
             if cfg.beta > 0:
                 ref_params = combine_params(base, first_params(run, run.learner.compute.dtype))
             jax.block_until_ready((base, state, ref_params))
-        reading_s = time.monotonic() - reading
+        read_s = time.monotonic() - reading
         log = open_log(run, out, progress)
         lifecycle = Lifecycle(
             steps=cfg.steps,
@@ -122,10 +122,8 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
             stop_signal=run.rollout.stop_signal,
         )
         if cfg.max_hours and cfg.steps:
-            exported = (state.params, base if cfg.export_lora == "merged" else None)
-            checkpoints.save_s = seconds_to_write(state)
-            export_s = max(reading_s, seconds_to_write(exported))
-            lifecycle.limit_hours(cfg.max_hours, config.STARTED, export_s)
+            exported = state.params, base if cfg.export_lora == "merged" else None
+            lifecycle.limit_hours(cfg.max_hours, config.STARTED, read_s, state, exported)
         lifecycle.claim_folder({"state": state})
         run.rollout.stop_signal.watch(cfg.preemption_grace_s)
         lifecycle.review(RUNNING, "")
@@ -134,11 +132,6 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
             backend.close()
         exit_with_mistakes(error)
     return run, lifecycle, backend, state, ref_params
-
-
-def seconds_to_write(arrays: Any) -> float:
-    """An estimate before the first measurement: a slow disk takes 100 MB in a second."""
-    return sum(x.nbytes for x in jax.tree.leaves(arrays)) / 1e8
 
 
 def read_base(folder: Path, compute: ComputeConfig) -> Params | None:

@@ -96,7 +96,7 @@ class Checkpoints:
         # BestN would read a file of metrics in each checkpoint, and raise if one is damaged.
         self._policies = [LatestN(keep or None), CustomSteps([])]
         self._damaged: list[int] = []
-        self._saving = -1  # the step whose checkpoint is being saved
+        self.saving = -1  # the step whose checkpoint is being saved
         self.newest, self.shared = -1, True
         self.save_s = self._began = 0.0
 
@@ -136,14 +136,14 @@ class Checkpoints:
         The first checkpoint is complete when this returns, and was opened again.
         """
         step = progress.step
-        if not self.shared or step in (self.newest, self._saving):
+        if not self.shared or step in (self.newest, self.saving):
             return
         self.wait_until_saved()
         with attribute_oom_to("checksums"):
             record = asdict(progress) | {"format": FORMAT, "arrays": checksums_by_name(arrays)}
         record["sha256"] = record_digest(record)
         self._policies[1] = CustomSteps([progress.best_step])
-        self._saving, self._began = step, time.monotonic()
+        self.saving, self._began = step, time.monotonic()
         items = {ARRAYS: ocp.args.PyTreeSave(arrays), RECORD: ocp.args.JsonSave(record)}
         try:
             while self._damaged:
@@ -157,24 +157,19 @@ class Checkpoints:
 
     def raise_if_save_failed(self) -> None:
         """Raises Unwritable if the save in the background has failed; it does not wait for it."""
-        if self._saving >= 0 and not self._manager.is_saving_in_progress():
+        if self.saving >= 0 and not self._manager.is_saving_in_progress():
             self.wait_until_saved()
 
     def wait_until_saved(self) -> None:
         """Waits until the save in the background is complete. Raises Unwritable."""
-        if self._saving < 0:
+        if self.saving < 0:
             return
         try:
             self._manager.wait_until_finished()
         except Exception as error:
             self._raise_unwritable(error)
-        self.newest, self._saving = self._saving, -1
+        self.newest, self.saving = self.saving, -1
         self.save_s = time.monotonic() - self._began
-
-    def seconds_to_save(self) -> float:
-        """An estimate of the seconds that a save takes which begins now: it waits for the one in
-        the background."""
-        return self.save_s * (2 if self._saving >= 0 else 1)
 
     def _raise_if_unreadable(self, arrays: Any) -> None:
         """Reads the record of the newest checkpoint and its smallest array, since the devices may
@@ -199,7 +194,7 @@ class Checkpoints:
     def _failure(self, error: BaseException) -> str:
         kept = f"step {self.newest} stays the newest" if self.newest >= 0 else "there is none yet"
         return (
-            f"checkpoint of step {self._saving} cannot be written to {self.folder}: "
+            f"checkpoint of step {self.saving} cannot be written to {self.folder}: "
             f"{_reason(error)}; {kept}"
         )
 

@@ -6,7 +6,6 @@ also evaluates and exports what it has saved. Everything else that stops a run e
 newest complete checkpoint stays, and the same command resumes from it.
 """
 
-import collections
 import contextlib
 import dataclasses
 import statistics
@@ -24,8 +23,8 @@ from infra.mistakes import Unwritable, UserMistake, exit_with_mistakes, in_one_l
 from infra.resume import write_run
 
 NONFINITE_LIMIT = 3  # steps in a row whose loss or gradient is not finite
-# MAX_HOURS leave so many times the seconds that the end is expected to take, and some seconds more.
-MARGIN, MARGIN_S = 1.25, 10.0
+MARGIN, MARGIN_S = 1.25, 10.0  # MAX_HOURS: times the seconds that the end may take; and more
+SLOW_DISK = 1e8  # bytes that it writes in a second, until this is measured
 EVALUATION_S = ("time/eval/step_s", "time/eval/loss_s")  # train_sft.py may record both
 
 
@@ -43,14 +42,11 @@ class Lifecycle:
     review: Callable[[str, str], dict[str, Any]]  # gets state and reason, see infra/log.py
     began: float  # time.perf_counter() at the start
     stop_signal: StopSignal
-    max_hours: float = 0.0  # MAX_HOURS; 0: no limit
-    export_s: float = 0.0  # an estimate of the seconds of the export
-    asked: float = 0.0  # the time.monotonic() of the last call of is_late
-
-    def __post_init__(self) -> None:
-        self.first_step = self.progress.step  # of this start
-        # The longest time between two calls of is_late, in each of the last steps.
-        self.waits = collections.deque([0.0], maxlen=10)
+    max_hours: float = 0.0  # MAX_HOURS; these five: see limit_hours
+    first_step: int = 0  # of this start
+    export_s: float = 0.0  # expected
+    wait_s: float = 0.0  # the longest time between two calls of is_late; it is slowly forgotten
+    asked: float = 0.0  # the time.monotonic() of the last call
 
     def claim_folder(self, arrays: Any) -> None:
         """Writes run.json, which names the owner of the folder, before the first record. A fork
@@ -102,7 +98,7 @@ class Lifecycle:
         progress, step = self.progress, self.progress.step
         progress.step, progress.rounds = step + 1, progress.rounds + rounds
         progress.accuracy = None
-        self.waits.append(0.0)
+        self.wait_s *= 0.8  # such as one that has compiled
         progress.not_finite = progress.not_finite + 1 if not_finite else 0
         if progress.not_finite >= NONFINITE_LIMIT:
             self.checkpoints.wait_until_saved()
@@ -116,58 +112,53 @@ class Lifecycle:
             raise SystemExit(f"error: {reason}")
         self.checkpoints.raise_if_save_failed()
         if self.max_hours and progress.step == self.first_step + 10:
-            seconds = statistics.median(self.log.recent)
-            seconds += self._evaluation_s() / max(self.eval_every_steps, 1)
-            fitting = progress.step + max(0, int(self._seconds_left() / seconds))
-            hours = f"MAX_HOURS={self.max_hours:g} is enough for about"
-            self.log.print_line(f"note: {hours} {min(fitting, self.steps)} of STEPS={self.steps}")
+            step_s = statistics.median(self.log.recent)
+            step_s += self._evaluation_s() / max(self.eval_every_steps, 1)
+            fitting = progress.step + max(0, int(self._seconds_left() / step_s))
+            line = f"MAX_HOURS={self.max_hours:g} is enough for about {min(fitting, self.steps)}"
+            self.log.print_line(f"note: {line} of STEPS={self.steps}")
 
     # ---- MAX_HOURS -------------------------------------------------------------------------------
 
-    def limit_hours(self, hours: float, began: float, export_s: float) -> None:
-        """From now on the clock stops the run, in time for a checkpoint, an evaluation and an
-        export within MAX_HOURS.
+    def limit_hours(self, hours: float, began: float, read_s: float, *arrays: Any) -> None:
+        """From now on the clock stops the run, in time for its end within MAX_HOURS.
 
-        hours: MAX_HOURS, which count from `began`, a time.monotonic(). export_s: an estimate.
+        began: the time.monotonic() from which they count. read_s: the seconds that reading the
+        weights took. arrays: those of a checkpoint, and those that are exported.
         """
-        self.max_hours, self.export_s = hours, export_s
+        self.max_hours, self.first_step, self.asked = hours, self.progress.step, time.monotonic()
+        sizes = (sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in arrays)
+        self.checkpoints.save_s, write_s = (size / SLOW_DISK for size in sizes)
+        self.export_s = max(read_s, write_s)
+        for record in read_lines(self.out / "metrics.jsonl"):
+            self.log.newest |= record
         self.log.ends = began + 3600 * hours
-        records = [*read_lines(self.out / "metrics.jsonl")]
-        for name in EVALUATION_S:  # the longest, as the next evaluation may have to compile
-            self.log.newest[name] = max((x.get(name, 0.0) for x in records), default=0.0)
-        self.asked = time.monotonic()
         self.stop_signal.is_late = self.is_late
 
     def is_late(self) -> bool:
-        """Whether the run has to stop now. StopSignal asks before each pass and each update; the
-        longest time between two calls is the longest that a stop may have to wait."""
+        """Whether the run has to stop now. StopSignal asks before each pass and each update."""
         now = time.monotonic()
-        self.waits[-1], self.asked = max(self.waits[-1], now - self.asked), now
+        self.wait_s, self.asked = max(self.wait_s, now - self.asked), now
         return self._seconds_left() <= 0
 
     def _seconds_left(self) -> float:
-        """Until the run has to stop; measured durations decide."""
-        save_s, wait_s = self.checkpoints.seconds_to_save(), max(self.waits)
-        needed_s = MARGIN * (wait_s + save_s + self._evaluation_s() + self.export_s) + MARGIN_S
-        return self.log.ends - time.monotonic() - needed_s
+        """Until the run has to stop. A save in the background delays the last one."""
+        save_s = self.checkpoints.save_s * (2 if self.checkpoints.saving >= 0 else 1)
+        end_s = self.wait_s + save_s + self._evaluation_s() + self.export_s
+        return self.log.ends - time.monotonic() - MARGIN * end_s - MARGIN_S
 
     def _evaluation_s(self) -> float:
         return sum(self.log.newest.get(name, 0.0) for name in EVALUATION_S)
 
-    def _finish_in_time(
-        self, evaluate: Callable[[], float], export: Callable[[bool], None]
-    ) -> None:
-        """Evaluates, unless this is done or takes too long, and exports. The checkpoint is complete
-        and does not know of this evaluation: the resumed run drops its records.
-
-        Raises UserMistake if this start has added no step, and StopRequested after a signal.
-        """
+    def _finish_early(self, evaluate: Callable[[], float], export: Callable[[bool], None]) -> None:
+        """Evaluates, unless it is done or takes too long, and exports. The checkpoint is complete,
+        so that a resumed run drops the records of this evaluation. Raises UserMistake if this start
+        has added no step, and StopRequested after a signal."""
         if self.progress.step == self.first_step:
             hours = f"MAX_HOURS={self.max_hours:g}"
             raise UserMistake(f"{hours} ended this start before its first step was done; raise it")
-        self.stop_signal.is_late = lambda: (
-            time.monotonic() >= self.log.ends - MARGIN * self.export_s
-        )
+        latest = self.log.ends - MARGIN * self.export_s
+        self.stop_signal.is_late = lambda: time.monotonic() >= latest
         try:
             if self.eval_every_steps and self.progress.accuracy is None:
                 evaluate()
@@ -205,7 +196,7 @@ class Lifecycle:
                 self.checkpoints.wait_until_saved()
                 try:
                     if request.at_deadline:
-                        self._finish_in_time(evaluate, export)
+                        self._finish_early(evaluate, export)
                 except StopRequested as signal:
                     request = signal
                 saved = self.checkpoints.newest if self.checkpoints.newest >= 0 else "none"

@@ -117,6 +117,7 @@ STEPS=1e3 -> '1e3' is not a whole number
 NUM_PRE_Q=0 -> 0 must be at least 1
 LEARNING_RATE=nan -> 'nan' is not finite
 TEMPERATURE=0 -> 0.0 must be above 0
+MAX_HOURS=-1 -> -1.0 must be at least 0
 REWARD_WEIGHTS=1,,1 -> '' is not a number
 DTYPE=float16 -> 'float16' is not one of auto|bfloat16|float32
 LOSS_TYPE=bnpo -> |sft; bnpo is called dapo here
@@ -346,6 +347,7 @@ DELTA=1.5 EPS_HIGH=0.5 -> DELTA=1.5 must be above 1 + EPS_HIGH = 1.5
 TOP_K=129 SAMPLING_SUPPORT=full STEPS=0 -> TOP_K=129 must be at most 128
 OVERLONG_CACHE=1025 -> OVERLONG_CACHE=1025 must be at most MAX_LENGTH_SAMPLE=1024
 OUTPUT_DIR=gs://b/run -> OUTPUT_DIR and EXPORT_HF are folders of this machine
+MAX_HOURS=9 SAVE_EVERY_STEPS=0 -> MAX_HOURS=9 ends a start, and SAVE_EVERY_STEPS=0 saves nothing
 PUSH_TO_HUB=model -> PUSH_TO_HUB='model' does not have the right form: Hub repository owner
 PUSH_TO_HUB=me/my/model -> PUSH_TO_HUB='me/my/model' does not have the right form
 PUSH_TO_HUB=me/é? -> PUSH_TO_HUB='me/é?' does not have the right form
@@ -413,6 +415,7 @@ BATCH_SIZE=4 MODEL_PATH=m DISTILL_COEF=2 -> DISTILL_COEF=2.0 does nothing with T
 BATCH_SIZE=4 MODEL_PATH=m REWARD_COEF=0 -> REWARD_COEF=0.0 does nothing with TEACHER_PATH=
 BATCH_SIZE=4 MODEL_PATH=m PUSH_TO_HUB_PRIVATE=0 -> PUSH_TO_HUB_PRIVATE=false does nothing with PUSH
 CHECKPOINT_DIR=gs://a/b SAVE_EVERY_STEPS=0 -> CHECKPOINT_DIR=gs://a/b gets no checkpoint with SAVE_
+STEPS=0 MAX_HOURS=9 SAVE_EVERY_STEPS=0 -> MAX_HOURS=9.0 does nothing with STEPS=0
 """
 NO_NOTES = """
 CHECKPOINT_DIR=gs://a/b SAVE_EVERY_STEPS=1
@@ -436,6 +439,8 @@ def test_a_line_says_what_may_not_be_meant() -> None:
         assert line.startswith(f"note: {words}")
     for settings in NO_NOTES.strip().splitlines():
         assert config.load([], env(settings))[2][1:] == [], settings
+    line = "note: MAX_HOURS=9 does nothing with --ask and --eval-only"
+    assert config.load(["--ask", "1?"], {"MAX_HOURS": "9"})[2][1:] == [line]
 
 
 # ---- All at once ---------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 the same bits."""
 
 import json
+import random
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +11,9 @@ from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
-from runs import assert_same_run, environment, few_examples, metric_records
+from faults.random_deadlines import missing, run_to_its_end
+from faults.random_faults import SETTINGS as DEMO
+from runs import Result, assert_same_run, environment, few_examples, metric_records, train_two
 from test_run_log import life_of
 
 import config
@@ -35,9 +38,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def limited(out: Path, **settings: int) -> Lifecycle:
-    """A run with MAX_HOURS=1 that saves each step, and expects 8 seconds for its export."""
+    """A run with MAX_HOURS=1 that saves each step, and whose weights were read in 8 seconds."""
     life = life_of(out, **{"eval_every_steps": 5, "save_every_steps": 1} | settings)
-    life.limit_hours(1, 0.0, 8.0)
+    life.limit_hours(1, 0.0, 8.0, [], [])
     return life
 
 
@@ -69,17 +72,14 @@ def test_the_run_stops_before_1_25_times_the_measured_seconds_of_its_end_and_10_
     assert stops_at(life, clock) == 3600 - 10 - 1.25 * (8 + 12)
     life.checkpoints.save_s = 16.0
     assert stops_at(life, clock) == 3600 - 10 - 1.25 * (8 + 12 + 16)
-    life.checkpoints._saving = 3  # a save in the background, for which the last one waits
+    life.checkpoints.saving = 3  # a save in the background, for which the last one waits
     assert stops_at(life, clock) == 3600 - 10 - 1.25 * (8 + 12 + 2 * 16)
-    life.checkpoints._saving = -1
+    life.checkpoints.saving = -1
     life.asked, clock.now = 100.0, 140.0  # an update that takes 40 seconds
     life.stop_signal.raise_if_stopped()
-    for _ in range(9):
-        life.finish_step(1, "")
-        assert stops_at(life, clock) == 3600 - 10 - 1.25 * (8 + 12 + 16 + 40)
-    life.log.recent.append(1.0)
-    life.finish_step(1, "")  # the last ten steps had shorter ones
-    assert stops_at(life, clock) == 3600 - 10 - 1.25 * (8 + 12 + 16)
+    assert stops_at(life, clock) == 3600 - 10 - 1.25 * (8 + 12 + 16 + 40)
+    life.finish_step(1, "")
+    assert stops_at(life, clock) == 3600 - 10 - 1.25 * (8 + 12 + 16 + 0.8 * 40)
 
 
 def test_a_save_is_measured_and_is_no_wait_but_what_comes_before_it_is(
@@ -97,27 +97,27 @@ def test_a_save_is_measured_and_is_no_wait_but_what_comes_before_it_is(
     life.finish_step(1, "")
     life.save({"x": jnp.zeros(2)})
     life.stop_signal.raise_if_stopped()
-    assert [*life.waits] == [0.0, 12.0]
+    assert life.wait_s == 12.0
     clock.now += 4
     life.finish_step(1, "")
     monkeypatch.undo()
     monkeypatch.setattr(checkpoint, "time", SimpleNamespace(monotonic=lambda: clock.now))
     life.save({"x": jnp.zeros(2)})
     clock.now += 7
-    assert life.checkpoints.seconds_to_save() == 0.0  # the first took no second of this clock
+    assert life.checkpoints.save_s == 0.0  # the first took no second of this clock
     life.checkpoints.wait_until_saved()
-    assert life.checkpoints.seconds_to_save() == 7.0
+    assert life.checkpoints.save_s == 7.0
 
 
-def test_a_resumed_run_expects_the_longest_evaluation_of_its_records(
+def test_a_start_expects_the_newest_evaluation_of_its_records_and_a_slow_disk(
     tmp_path: Path, clock: SimpleNamespace
 ) -> None:
-    seconds = (50.0, 20.0, 30.0)
-    lines = [json.dumps({"step": i, "time/eval/step_s": s}) for i, s in enumerate(seconds)]
+    lines = [json.dumps({"step": i, "time/eval/step_s": 10.0 * (3 - i)}) for i in range(2)]
     life = life_of(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n' + "\n".join(lines) + "\n")
-    life.limit_hours(1, 0.0, 8.0)
-    assert stops_at(life, clock) == 3600 - 10 - 1.25 * (8 + 50) + 0.5  # a whole second
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 2}\n')
+    saved, exported = SimpleNamespace(nbytes=3.2e9), SimpleNamespace(nbytes=1.2e9)
+    life.limit_hours(1, 0.0, 8.0, {"a": saved}, (exported, None))
+    assert stops_at(life, clock) == 3600 - 10 - 1.25 * (20 + 32 + 12)
 
 
 @pytest.mark.parametrize(
@@ -268,6 +268,26 @@ def test_one_late_process_stops_all_and_a_signal_to_one_counts_more(
     assert requests == names[raised]
 
 
+def test_the_hub_waits_until_all_steps_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    uploads: list[bool] = []
+    hub = SimpleNamespace(upload=lambda *arguments: uploads.append(True))
+    monkeypatch.setattr(startup, "open_hub", lambda cfg: hub)
+    monkeypatch.setattr(startup.hf, "hf_tensors", lambda *arguments: {})
+    monkeypatch.setattr(startup.hf, "save_model", lambda *arguments, **named: None)
+    cfg = config.Config(model_path="m", steps=9, eval_full_sweep=True, push_to_hub="me/model")
+    compute = SimpleNamespace(model=SimpleNamespace(lora=None), dtype=None)
+    rollout = SimpleNamespace(stopping=SimpleNamespace(stop_ids=()))
+    learner = SimpleNamespace(compute=compute)
+    run = SimpleNamespace(cfg=cfg, learner=learner, rollout=rollout, adapters=None, folder=None)
+    startup.export(run, tmp_path, None, is_done=False)
+    assert capsys.readouterr().out == "note: EVAL_FULL_SWEEP and PUSH_TO_HUB wait for STEPS=9\n"
+    assert uploads == []
+    startup.export(run, tmp_path, None, is_done=True)
+    assert (uploads, capsys.readouterr().out) == ([True], "")
+
+
 # ---- A run whose clock runs out in each phase ----------------------------------------------------
 
 SETTINGS = environment(
@@ -276,7 +296,8 @@ SETTINGS = environment(
     MAX_LENGTH_SAMPLE=32 EVAL_EVERY_STEPS=2 EVAL_PROMPTS=32 SAVE_EVERY_STEPS=3 SAVE_KEEP=0"""
 )
 SFT = environment(
-    "COMPLETION_COLUMN=answer NUM_PRE_Q=1 MAX_LENGTH_SAMPLE=128 TRAIN_MICRO_BATCH_SIZE=8 STEPS=5"
+    """COMPLETION_COLUMN=answer NUM_PRE_Q=1 MAX_LENGTH_SAMPLE=128 TRAIN_MICRO_BATCH_SIZE=8 STEPS=5
+    BATCH_SIZE=8"""
 )
 
 
@@ -298,6 +319,15 @@ def main(monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace) -> Iterator[Ca
         return 0
 
     return run
+
+
+def test_hosts_without_a_common_folder_have_no_max_hours(
+    main: Callable, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(resume, "open_checkpoints", lambda *_: SimpleNamespace(shared=False))
+    assert main(train_grpo, tmp_path, MAX_HOURS="9") == 2
+    line = "MAX_HOURS=9 ends a start, and there are no checkpoints for the next one"
+    assert capsys.readouterr().err == f"error: {line}; set CHECKPOINT_DIR\n"
 
 
 # In which call of which function the clock runs out, start by start: with so many steps done, in an
@@ -348,6 +378,7 @@ def run_out(monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace, module, mom
         wrap(sampling.NaiveBackend, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "moments"), [(train_grpo, OF_GRPO), (train_sft, OF_SFT)])
 def test_a_run_whose_clock_runs_out_in_any_phase_ends_like_the_undisturbed_run(
     main: Callable, clock, tmp_path: Path, monkeypatch, capsys, module, moments: list[tuple]
@@ -381,3 +412,44 @@ def test_a_run_whose_clock_runs_out_in_any_phase_ends_like_the_undisturbed_run(
     assert_same_run(out, undisturbed, int(env["STEPS"]))
     weights = [folder / "hf" / "model.safetensors" for folder in (out, undisturbed)]
     assert len({file.read_bytes() for file in weights}) == 1
+
+
+# ---- Processes -----------------------------------------------------------------------------------
+
+# The clock of process 1 jumps to nine seconds before the end of its hour in its second update.
+AHEAD = """
+import os, time, types
+import config
+from infra import lifecycle
+update, updates = train_grpo.update_policy, []
+def counted(*arguments):
+    updates.append(1)
+    return update(*arguments)
+def monotonic():
+    is_ahead = os.environ["JAX_PROCESS_ID"] == "1" and len(updates) > 1
+    return config.STARTED + 3591 if is_ahead else time.monotonic()
+train_grpo.update_policy = counted
+lifecycle.time = types.SimpleNamespace(monotonic=monotonic, perf_counter=time.perf_counter)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_whose_clocks_differ_stop_together(tmp_path: Path) -> None:
+    env = environment("STEPS=9 BATCH_SIZE=2 NUM_PRE_Q=4 EVAL_EVERY_STEPS=5 EVAL_PROMPTS=8")
+    results = train_two(tmp_path, 1, AHEAD, **env, MAX_HOURS="1")
+    for result in results:
+        assert "\nSTOPPED: MAX_HOURS steps=2 saved_step=2\n" in result.lines
+    out = results[0].out
+    assert [x["step"] for x in results[0].records if "eval/accuracy" in x] == [0, 2]
+    assert (out / "checkpoints" / "2").is_dir() and (out / "hf" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_starts_with_random_hours_end_in_time_with_checkpoint_evaluation_and_export(
+    tmp_path: Path,
+) -> None:
+    made = run_to_its_end(tmp_path, DEMO | {"STEPS": "20"}, random.Random(0), [45.0, 60.0])
+    assert not any(start.mistakes for start in made), made
+    assert made[-1].done and len(made) > 1 and min(start.unused_s for start in made) > 0
+    result = Result(0, "", "", [], [], tmp_path)
+    assert missing(result, 99) == ["no evaluation after step 99", "no checkpoint of step 99"]

@@ -239,6 +239,7 @@ class SglangBackend:
 
         Raises UserMistake for a weight of the engine that the trainer does not have.
         """
+        self.release()  # MAX_HOURS may have ended a rollout before it did so
         if lora := self._model.lora:
             params, share = merge_adapters(params, lora)
             print(

@@ -12,6 +12,8 @@ run with the next SEED begins. The exit code is 1 if anything is wrong.
 """
 
 import argparse
+import logging
+import os
 import random
 import re
 import shutil
@@ -106,6 +108,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, nargs=2, default=[50.0, 90.0])
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    os.environ["JAX_PLATFORMS"] = "cpu"  # also of this process, which reads checkpoints
+    logging.getLogger("absl").setLevel(logging.ERROR)
     rng, starts, mistakes = random.Random(args.seed), [], []
     for seed in range(args.deadlines):
         env = SETTINGS | {"SEED": str(seed)}

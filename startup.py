@@ -622,7 +622,8 @@ def export(run: Run, out: Path, params: Params, is_done: bool) -> None:
     uploads the folder if PUSH_TO_HUB names a repository, and the run is done. Raises Unwritable."""
     later = [x for x in ("EVAL_FULL_SWEEP", "PUSH_TO_HUB") if getattr(run.cfg, x.lower())]
     if later and not is_done:
-        print(f"note: {' and '.join(later)} wait for STEPS={run.cfg.steps}", flush=True)
+        start = f"the start that reaches STEPS={run.cfg.steps}"
+        print(f"note: left for {start}: {', '.join(later)}", flush=True)
     if run.cfg.export_hf == "none":
         return
     cfg, folder = run.cfg, Path(run.cfg.export_hf or out / "hf")

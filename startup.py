@@ -222,7 +222,7 @@ def lora_line(model: ModelConfig, rollout_compute: ComputeConfig) -> str:
 def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     """The run of this process, with cheap checks first. Raises UserMistake. example: see set_up."""
     if cfg.rollout_backend == "sglang_jax":
-        open_sglang().import_engine(jax.devices())
+        (sglang := open_sglang()).import_engine(sglang.engine_devices())
     if jax.process_index() == 0:  # the only process that writes
         check_outputs(cfg)
     hosts.raise_if_process_count_differs(cfg.require_multihost, cfg.require_jax_process_count)
@@ -453,7 +453,8 @@ def make_backend(run: Run) -> Backend:
     """The backend that ROLLOUT_BACKEND names. Raises UserMistake if it cannot compute the run."""
     if run.cfg.rollout_backend == "naive":
         return NaiveBackend(run.rollout.compute, run.rollout.stopping, run.cfg.drops_ended())
-    return open_sglang().SglangBackend(run)
+    with hosts.raising_on_all_processes():  # a host may have too little memory
+        return open_sglang().SglangBackend(run)
 
 
 def open_sglang() -> ModuleType:

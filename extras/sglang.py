@@ -1,8 +1,10 @@
 """ROLLOUT_BACKEND=sglang_jax: a serving engine in this process samples the completions.
 
 sglang-jax keeps keys and values in pages, admits sequences as others end and runs its own kernels.
-It is an optional package, which docs/sglang.md installs. Three of its parts are replaced here:
+It is an optional package, which docs/sglang.md installs. Each process of a run has an engine on its
+own devices, for its own prompts. Four of the engine's parts are replaced here:
 
+  * Devices: it would compute on those of all processes, and each process would run other programs.
   * Weights: update_weights puts the trainer's weights where the engine reads them at each call,
     without a second process or a file.
   * Sampling: _draw calls draw_tokens of model/next_token.py with the same keys as `naive`, so that
@@ -27,7 +29,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -35,10 +37,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from config import Config
 from infra.chips import attribute_oom_to
+from infra.hosts import waiting_for_processes
 from infra.mistakes import UserMistake, in_one_line
 from infra.sizes import PASS_SIZES, Sizes, eval_questions
 from model.lora import merge_adapters
@@ -67,20 +70,26 @@ def raise_if_platform_unsupported(platform: str) -> None:
         raise UserMistake(f"{SETTING} needs a TPU, or a CPU for tests, not a {platform}; {NAIVE}")
 
 
+def engine_devices() -> list[jax.Device]:
+    """The devices of this process, in the order of make_mesh."""
+    return sorted(jax.local_devices(), key=lambda d: d.id)
+
+
 def import_engine(devices: Sequence[jax.Device]) -> Any:
-    """The engine's module. Raises UserMistake if it cannot run on the devices of this run."""
+    """The engine's module, which will make engines on these devices. Raises UserMistake if they
+    cannot run an engine."""
     platform = devices[0].platform
-    if (count := jax.process_count()) > 1:
-        raise UserMistake(
-            f"{SETTING} runs in one process, and {count} have joined: each engine schedules on its "
-            f"own, so the programs of the processes would differ; {NAIVE}"
-        )
     raise_if_platform_unsupported(platform)
     logging.getLogger("sgl_jax").setLevel(logging.ERROR)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         from sgl_jax.srt.entrypoints import engine
-        from sgl_jax.srt.managers import scheduler_output_processor_mixin, tokenizer_manager
+        from sgl_jax.srt.managers import (
+            scheduler,
+            scheduler_output_processor_mixin,
+            tokenizer_manager,
+        )
+        from sgl_jax.srt.model_executor import model_runner
     except ImportError as error:
         raise UserMistake(
             f"{SETTING} needs Python 3.12 or newer and sglang-jax, whose import says: "
@@ -91,6 +100,13 @@ def import_engine(devices: Sequence[jax.Device]) -> Any:
     # At exit it would end the children of this process, which are not the engine's.
     engine.Engine.shutdown = lambda self: None
     tokenizer_manager.kill_process_tree = raise_on_main_thread
+    # Its argument device_indexes fails on a TPU's second host, and turns jax's cache off.
+    scheduler.create_device_mesh = functools.partial(scheduler.create_device_mesh, devices=devices)
+    free_memory = model_runner.get_available_device_memory
+    # With `distributed` it would wait for the other processes.
+    model_runner.get_available_device_memory = lambda device, distributed=False, **more: (
+        free_memory(device, **more)
+    )
     # After 50 tokens and after 100 it would send all log-probabilities so far once more.
     scheduler_output_processor_mixin.DEFAULT_FORCE_STREAM_INTERVAL = sys.maxsize
     return engine
@@ -101,7 +117,7 @@ def raise_if_engine_cannot_compute(
 ) -> None:
     """Raises UserMistake for a model or a length that the engine cannot compute.
 
-    longest: tokens of the longest prompt. devices: of the run.
+    longest: tokens of the longest prompt. devices: of a host.
     """
     platform, needed = devices[0].platform, context_tokens(cfg.max_length_sample, longest)
     raise_if_platform_unsupported(platform)
@@ -116,8 +132,8 @@ def raise_if_engine_cannot_compute(
             )
     if model.num_heads % len(devices):
         raise UserMistake(
-            f"{SETTING} splits the heads among all devices, and {len(devices)} devices do not "
-            f"divide the model's {model.num_heads} heads; {NAIVE}"
+            f"{SETTING} splits the heads among a host's devices, and {len(devices)} devices do "
+            f"not divide the model's {model.num_heads} heads; {NAIVE}"
         )
     if model_family(model) not in FAMILIES:
         families = " and ".join(FAMILIES)
@@ -207,8 +223,8 @@ class SglangBackend:
         """Raises UserMistake if the engine cannot compute the run, or has too little memory."""
         self._model, self._stopping = run.learner.compute.model, run.rollout.stopping
         self._compute = run.rollout.compute
-        module = import_engine(jax.devices())
-        arguments = engine_arguments(run, jax.devices())
+        module = import_engine(engine_devices())
+        arguments = engine_arguments(run, engine_devices())
         EngineErrorHandler(logging.getLogger("sgl_jax"))
         try:
             self._engine = module.Engine(**arguments)
@@ -282,7 +298,8 @@ class SglangBackend:
             sampling_params=[limits | {"sampling_seed": index} for index in range(sequences)],
             return_logprob=True,
         )
-        with self._scheduler.awake(sequences):
+        # A program of all hosts would meet chips that are still in a program of their engine.
+        with waiting_for_processes(), self._scheduler.awake(sequences):
             outputs = asyncio.run_coroutine_threadsafe(request, self._engine.loop).result()
         completion_ids = np.full((sequences, T), self._stopping.pad_id, np.int32)
         logps = np.zeros((sequences, T), np.float32)
@@ -374,14 +391,59 @@ def arrange_engine_weights(
     leaves = []
     for path, shape in shapes.items():
         entry, (leaf, x) = table[names[path]], sources.pop(names[path])
-        x = x if entry.transpose == leaf.transposed else x.T
-        if entry.kv_head_padding:
-            # With more devices than kv heads, the engine has copies of each head.
-            heads = x.reshape(*x.shape[:-1], -1, model.head_dim)
-            copies = shape.shape[-1] // x.shape[-1]
-            x = jnp.repeat(heads, copies, axis=-2).reshape(shape.shape)
-        leaves.append(jax.device_put(x.astype(shape.dtype), shape.sharding))
+        head_dim = model.head_dim if entry.kv_head_padding else 0
+        leaves.append(put_on_engine(x, shape, entry.transpose != leaf.transposed, head_dim))
     return leaves
+
+
+def put_on_engine(
+    x: jax.Array, wanted: jax.ShapeDtypeStruct, turned: bool, head_dim: int
+) -> jax.Array:
+    """A weight of the trainer as the engine of this process has it; see arrange. All processes
+    have to call it: one program gives all engines their parts, which are taken without a copy."""
+    if jax.process_count() == 1:
+        return jax.device_put(arrange(x, wanted, turned, head_dim), wanted.sharding)
+    program = program_for_engines(x.sharding.mesh, wanted, turned, head_dim)
+    # On a CPU many programs that wait for other processes would use up the threads.
+    x = jax.block_until_ready(program(x))
+    parts = [shard.data for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, wanted.sharding, parts)
+
+
+def arrange(x: jax.Array, wanted: jax.ShapeDtypeStruct, turned: bool, head_dim: int) -> jax.Array:
+    """A weight of the trainer with the shape and the dtype of the engine's. turned: whether the
+    engine has [out, in]. head_dim: of keys and values; 0 for other weights."""
+    x = x.T if turned else x
+    if head_dim:
+        # With more devices than kv heads, the engine has copies of each head.
+        heads = x.reshape(*x.shape[:-1], -1, head_dim)
+        copies = wanted.shape[-1] // x.shape[-1]
+        x = jnp.repeat(heads, copies, axis=-2).reshape(wanted.shape)
+    return x.astype(wanted.dtype)
+
+
+@functools.lru_cache
+def program_for_engines(
+    mesh: Mesh, wanted: jax.ShapeDtypeStruct, turned: bool, head_dim: int
+) -> Callable[[jax.Array], jax.Array]:
+    """The jitted program that arranges a weight on the trainer's mesh and gives it to the engines
+    of all processes. wanted: of one of the engines."""
+    engine, shape = wanted.sharding.mesh, wanted.shape
+    # The meshes of all engines as one. No weight is split over `process`.
+    devices = mesh.devices.reshape(-1, *engine.devices.shape)
+    engines = Mesh(devices, ("process", *engine.axis_names))
+    last = [*wanted.sharding.spec, *[None] * (len(shape) - len(wanted.sharding.spec))]
+    # First the processes get different parts, or each device would hold all of x for a moment.
+    first, processes = [*last], len(devices)
+    for i, size in enumerate(shape):
+        if last[i] is None and size % processes == 0 and "process" not in first:
+            first[i] = "process"
+    stages = [NamedSharding(engines, PartitionSpec(*axes)) for axes in (first, last)]
+
+    def move(x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(arrange(x, wanted, turned, head_dim), stages[0])
+
+    return jax.jit(move, out_shardings=stages[1])
 
 
 def take_weights(model: Any) -> dict[str, jax.ShapeDtypeStruct]:

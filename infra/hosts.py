@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import re
@@ -212,6 +213,29 @@ def gather_texts(text: str) -> list[str]:
     padded = np.pad(data, (0, width - data.size))
     gathered = multihost_utils.process_allgather(padded)  # [processes, bytes]
     return [bytes(x[:size]).decode() for x, size in zip(gathered, sizes, strict=True)]
+
+
+_barriers = itertools.count()
+
+
+@contextlib.contextmanager
+def waiting_for_processes() -> Iterator[None]:
+    """At the end of this context each process waits for the others, and no device waits. If a
+    process raises an error within it, all processes raise one."""
+    if jax.process_count() == 1:
+        yield
+        return
+    client, name = distributed.global_state.client, f"wait_{next(_barriers)}"
+    week_ms = 7 * 24 * 3600 * 1000  # the service ends the wait when a process is gone
+    try:
+        yield
+    except Exception:
+        client.key_value_set(f"{name}/{jax.process_index()}", "failed")
+        raise
+    finally:
+        client.wait_at_barrier(name, week_ms)
+    for key, _ in client.key_value_dir_get(name):
+        raise RuntimeError(f"process {key.rpartition('/')[2]} failed before a barrier")
 
 
 def changed_random_numbers() -> dict[str, str]:

@@ -108,8 +108,8 @@ def plan_compute(
     if cfg.rollout_backend == "sglang_jax":  # the ComputeConfig of the weights that the engine gets
         name = dtype if cfg.sglang_jax_dtype == "auto" else cfg.sglang_jax_dtype
         rollout = training._replace(dtype=jnp.dtype(name), remat="none", layer_loop="unroll")
-        merged = dataclasses.replace(model, lora=None)
-        return training, rollout._replace(model=merged), "; the engine has all devices on tp"
+        merged, of = dataclasses.replace(model, lora=None), " of a host" * (processes > 1)
+        return training, rollout._replace(model=merged), f"; the engine has all devices{of} on tp"
 
     tp, reason = rollout_tp(model, devices, itemsize)
     auto, shares = (-1, 1, tp), bool(model.lora) and not copies_base(cfg, training, devices, tp)
@@ -157,9 +157,12 @@ def raise_if_too_long(max_length_sample: int, model: ModelConfig, longest: int) 
 
 
 def rollout_mesh_text(cfg: ComputeSettings, rollout: ComputeConfig) -> str:
-    """The mesh of the rollout, as ROLLOUT_MESH_SHAPE writes it; an engine has all devices on tp."""
+    """The mesh of the rollout, as ROLLOUT_MESH_SHAPE writes it; an engine has all devices of
+    its host on tp."""
     mesh = rollout.layout.mesh
-    return mesh_text(mesh) if cfg.rollout_backend == "naive" else f"1,1,{mesh.size}"
+    local = devices_per_process(mesh.devices.ravel())
+    is_naive = cfg.rollout_backend == "naive"
+    return mesh_text(mesh) if is_naive else f"{mesh.size // local},1,{local}"
 
 
 def choose_attention(

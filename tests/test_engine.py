@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import Result, environment, finish, metric_records, start, train, wait_for
+from runs import RECORDER, Result, environment, finish, metric_records, start, train, wait_for
 
 from model import hf
 from model.placement import num_params
@@ -49,6 +49,7 @@ SAME = (
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sglang")
     (folder / "even.py").write_text(REWARD)
+    (folder / "recorder.py").write_text(RECORDER)  # for processes whose folders lie deeper
     sizes = "hidden_size=256 intermediate_size=256 num_hidden_layers=2 num_attention_heads=2"
     changes = dict(pair.split("=") for pair in sizes.split())
     changes = {name: int(value) for name, value in changes.items()} | {"num_key_value_heads": 1}

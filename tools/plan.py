@@ -109,10 +109,9 @@ def make_plan(cfg: Config, slice_name: str) -> Plan:
     S, engine_tokens = prompt_width(longest, cfg.global_length) - 1, 0
     if cfg.rollout_backend == "sglang_jax":
         sglang = open_sglang()
-        if hosts > 1:
-            raise UserMistake(f"{sglang.SETTING} runs on one host; {slice_name} has {hosts}")
-        sglang.raise_if_engine_cannot_compute(cfg, model, longest, devices)
-        _, engine_tokens = sglang.pool_size(cfg, sizes, S + 1, devices)
+        of_host = devices[: len(devices) // hosts]
+        sglang.raise_if_engine_cannot_compute(cfg, model, longest, of_host)
+        _, engine_tokens = sglang.pool_size(cfg, sizes, S + 1, of_host)
         engine_tokens += sglang.PAGE_TOKENS["tpu"]  # the engine's page for padding
     training, rollout, mesh_reason = plan_compute(cfg, model, sizes, S, devices)
     training = with_kernel(cfg, training, devices[0])
@@ -245,7 +244,7 @@ def engine_memory(plan: Plan, limit: float, rest: int) -> Memory:
     no less than the weights need. rest: bytes per device of the run's other arrays.
     """
     model, rollout = plan.rollout.model, plan.rollout
-    devices = rollout.layout.mesh.size
+    devices = plan.local_devices()  # of an engine
     heads = max(model.num_kv_heads, devices)  # each device holds at least one
     width = 128 * math.ceil(model.head_dim / 128)
     numbers = plan.engine_tokens * model.num_layers * 2 * heads * width

@@ -165,8 +165,9 @@ def work_of_phases(plan: Plan, mean: float, kernels: int = 0) -> dict[str, np.nd
         return np.full(rows, plan.S), np.full((rows, share), tokens)
 
     if cfg.loss_type != "sft":
-        if plan.engine_tokens:  # the engine has all devices on tp
-            mesh = make_mesh("MESH_SHAPE", "1,1,-1", rollout.layout.mesh.devices.ravel())
+        if plan.engine_tokens:  # each engine has all devices of its host on tp
+            shape, devices = f"-1,1,{plan.local_devices()}", rollout.layout.mesh.devices.ravel()
+            mesh = make_mesh("MESH_SHAPE", shape, devices)
             rollout = rollout._replace(layout=Layout(mesh, ROLLOUT_BATCH_AXES))
         sequences = sizes.global_batch // sizes.passes_per_step // rollout.layout.batch_shards
         drops = sequences > 1 and (cfg.drops_ended() or plan.engine_tokens > 0)

@@ -3,18 +3,36 @@
 `pytest -m engine` runs these tests, in an environment as docs/sglang.md describes it.
 """
 
+import functools
 import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
+import jax
 import pytest
-from runs import RECORDER, Result, environment, finish, metric_records, start, train, wait_for
+from runs import (
+    RECORDER,
+    Result,
+    environment,
+    finish,
+    metric_records,
+    start,
+    start_two,
+    train,
+    train_two,
+    wait_for,
+)
 
+from extras.sglang import engine_devices, import_engine
 from model import hf
 from model.placement import num_params
 from tools.bench import make_random_model
@@ -63,6 +81,9 @@ def folder(tmp_path_factory) -> Path:
         (shapes / file.name).write_bytes(file.read_bytes())
     (shapes / "config.json").write_text(json.dumps(values))
     make_random_model(shapes, folder / "qwen3", {})
+    shutil.copytree(folder / "qwen3", folder / "stopping")
+    stop_ids = {"eos_token_id": [*range(0, values["vocab_size"], 16)]}
+    (folder / "stopping" / "generation_config.json").write_text(json.dumps(stop_ids))
     return folder
 
 
@@ -70,6 +91,12 @@ def settings(folder: Path, model: str, **more: str) -> dict[str, str]:
     reward = {"REWARD_FN": f"{folder}/even.py:even,{folder}/recorder.py:record"}
     paths = {"MODEL_PATH": str(folder / model), "REWARD_WEIGHTS": "1,0"}
     return SETTINGS | reward | paths | more
+
+
+@functools.cache
+def engine_run(folder: Path, model: str = "qwen2", tokens: str = "12") -> Result:
+    given = settings(folder, model, MAX_LENGTH_SAMPLE=tokens)
+    return train(folder / f"{model}_engine", **given, **ENGINE)
 
 
 def assert_same(ours: Result, theirs: Result, bound: float = 1e-4) -> None:
@@ -84,9 +111,8 @@ def assert_same(ours: Result, theirs: Result, bound: float = 1e-4) -> None:
 
 @pytest.mark.parametrize("model, tokens", [("qwen2", "12"), ("qwen3", "60")])
 def test_a_run_with_the_engine_is_the_run_without_it(folder, model, tokens) -> None:
-    given = settings(folder, model, MAX_LENGTH_SAMPLE=tokens)
-    ours = train(folder / f"{model}_engine", **given, **ENGINE)
-    theirs = train(folder / f"{model}_naive", **given)
+    ours = engine_run(folder, model, tokens)
+    theirs = train(folder / f"{model}_naive", **settings(folder, model, MAX_LENGTH_SAMPLE=tokens))
     assert sum(DRIFT in record for record in ours.records) == 3
     assert_same(ours, theirs)
     assert "\nrollout.backend: sglang_jax\n" in ours.lines
@@ -129,10 +155,7 @@ def test_a_run_with_the_engine_that_is_stopped_and_killed_ends_like_the_undistur
     second.kill()
     second.communicate()
     assert finish(start(out, given | ENGINE, 1), out).code == 0
-    undisturbed = folder / "qwen2_engine"
-    if not undisturbed.exists():
-        train(undisturbed, **given, **ENGINE)
-    assert metric_records(out) == metric_records(undisturbed)
+    assert metric_records(out) == metric_records(engine_run(folder).out)
 
 
 # Prints how many bytes come and go with a pass of the engine.
@@ -197,3 +220,154 @@ def test_an_exception_in_the_engine_ends_the_run_with_its_traceback(folder, more
     assert done.returncode == 1
     assert re.search(r"EngineFailed: (Scheduler|ModelWorkerClient) hit an exception", done.stderr)
     assert "ZeroDivisionError: division by zero" in done.stderr
+
+
+# ---- An engine in each of two processes ----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two_engines(folder) -> list[Result]:
+    return train_two(folder / "two", 1, **settings(folder, "qwen2", BATCH_SIZE="1"), **ENGINE)
+
+
+def test_the_engines_of_two_processes_sample_what_naive_samples_there_and_what_one_engine_does(
+    folder, two_engines
+) -> None:
+    given = settings(folder, "qwen2", BATCH_SIZE="1")
+    for ours, theirs in zip(two_engines, train_two(folder / "two_naive", 1, **given), strict=True):
+        assert len(ours.completions) == 3 * 4 + 3 * 4  # of three steps and three evaluations
+        assert_same(ours, theirs)
+        assert ours.errors == ""
+    [first, second], one = two_engines, engine_run(folder)
+    assert sorted(first.completions + second.completions) == sorted(one.completions)
+    assert_same(first._replace(completions=one.completions), one)
+
+
+# No thread but the main one may start a program of both processes, and another one tries to.
+GUARDED = """
+import threading
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from extras import sglang
+from infra.hosts import exiting_on_error
+main, generate = train_grpo.main, sglang.SglangBackend.generate
+
+def guarded_main(cfg):
+    with exiting_on_error(), jax.thread_guard(True):
+        main(cfg)
+
+def try_a_program_of_all_devices(layout):
+    try:
+        jax.device_put(jnp.zeros(8), NamedSharding(layout.mesh, PartitionSpec())) + 1
+    except Exception as error:
+        print("refused:", error, flush=True)
+
+def checked_generate(self, *arguments):
+    leaves = self._runner.model_state_leaves
+    assert all(leaf.is_fully_addressable for leaf in leaves)
+    shards = [shard for leaf in leaves for shard in leaf.addressable_shards]
+    for device in jax.local_devices():
+        print("weights:", sum(x.data.nbytes for x in shards if x.device == device), flush=True)
+    thread = threading.Thread(target=try_a_program_of_all_devices, args=[self._compute.layout])
+    thread.start()
+    thread.join()
+    return generate(self, *arguments)
+
+train_grpo.main, sglang.SglangBackend.generate = guarded_main, checked_generate
+"""
+
+
+def test_two_engines_of_two_devices_hold_a_part_of_the_weights_and_start_no_program_of_all_devices(
+    folder,
+) -> None:
+    """A step has two passes, and completions end at very different lengths."""
+    more = {"MAX_LENGTH_SAMPLE": "60", "ROLLOUT_GLOBAL_BATCH_SIZE": "8", "SAVE_EVERY_STEPS": "0"}
+    given = settings(folder, "stopping", STEPS="2", **more)
+    ours = train_two(folder / "four", 2, GUARDED, **given, **ENGINE)
+    for engine, naive in zip(ours, train_two(folder / "four_naive", 2, **given), strict=True):
+        assert_same(engine, naive)
+        assert engine.errors == ""
+        # Tables and matrices are split, and both devices hold the only kv head and the norms.
+        V, D, h = 576, 256, 128
+        layer = (2 * D * 2 * h + 3 * D * D) // 2 + 2 * D * h + 2 * D + 2 * h
+        held = re.findall("^weights: (.*)$", engine.lines, re.M)
+        assert set(held) == {str(4 * (2 * V * D // 2 + 2 * layer + D))}
+        refused = re.findall("^refused: .* because the thread guard was set", engine.lines, re.M)
+        assert len(refused) == len(held) / 2 == 6  # passes, of two devices each
+    tokens = [record.get("train-seq_len/completion/max") for record in ours[0].records]
+    print(tokens, [record.get("train-seq_len/completion/min") for record in ours[0].records])
+
+
+# The engine of process 1 fails in its second pass.
+FAILING = """
+import os
+from extras import sglang
+from infra.hosts import exiting_on_error
+main, generate = train_grpo.main, sglang.SglangBackend.generate
+passes = []
+
+def main_of_script(cfg):
+    with exiting_on_error():
+        main(cfg)
+
+def failing_generate(self, *arguments):
+    passes.append(arguments)
+    if os.environ["JAX_PROCESS_ID"] == "1" and len(passes) == 2:
+        self._runner.forward = lambda *a, **k: 1 / 0
+    return generate(self, *arguments)
+
+train_grpo.main, sglang.SglangBackend.generate = main_of_script, failing_generate
+"""
+
+
+def test_if_one_of_two_engines_fails_or_is_stopped_both_end_and_go_on_to_the_same_records(
+    folder, two_engines
+) -> None:
+    given = settings(folder, "qwen2", BATCH_SIZE="1") | ENGINE
+    outs = [folder / "struck" / str(i) for i in range(2)]
+
+    def end(running: list[subprocess.Popen]) -> list[Result]:
+        return [finish(process, out) for process, out in zip(running, outs, strict=True)]
+
+    running = start_two(outs, 1, **given)
+    wait_for(running[1], "^step=0")
+    running[1].send_signal(signal.SIGTERM)
+    for stopped in end(running):
+        assert stopped.code == 128 + signal.SIGTERM and "STOPPED: SIGTERM" in stopped.lines
+    began = time.monotonic()
+    other, failed = end(start_two(outs, 1, **given, changes=FAILING))
+    print(time.monotonic() - began)
+    assert (other.code, failed.code) == (1, 1), other.errors + failed.errors
+    assert re.search(r"^error: another process is gone; .*process 1 failed", other.errors)
+    print(failed.errors)
+    assert "EngineFailed: Scheduler hit an exception" in failed.errors
+    assert "ZeroDivisionError: division by zero" in failed.errors
+    results = end(start_two(outs, 1, **given))
+    assert [result.code for result in results] == [0, 0]
+    assert "\nresumed after " in results[0].lines
+    assert metric_records(outs[0]) == metric_records(two_engines[0].out)
+
+
+def test_the_engine_of_a_second_host_has_its_chips_and_their_memory(monkeypatch) -> None:
+    from sgl_jax.srt.managers import scheduler
+    from sgl_jax.srt.model_executor import model_runner
+
+    def chip(i: int) -> Mock:
+        stats = {"bytes_limit": 2**30, "bytes_in_use": 2**20 * abs(i - 5)}  # most of them on chip 0
+        return Mock(id=i, platform="tpu", process_index=i // 4, memory_stats=lambda: stats)
+
+    chips = [chip(i) for i in (0, 1, 2, 3, 6, 4, 7, 5)]
+    monkeypatch.setattr(jax, "devices", lambda *_: chips)
+    monkeypatch.setattr(jax, "local_devices", lambda *_, **__: chips[4:])
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    replaced = (scheduler, "create_device_mesh"), (model_runner, "get_available_device_memory")
+    for module, name in replaced:  # by import_engine
+        monkeypatch.setattr(module, name, getattr(module, name))
+    for _ in range(2):  # as a run does
+        import_engine(engine_devices())
+    sizes = {"ici_parallelism": [1, 4], "dcn_parallelism": [1, 1]}
+    mesh = scheduler.create_device_mesh(**sizes, device_indexes=None)
+    assert [device.id for device in mesh.devices.flat] == [4, 5, 6, 7]
+    args = SimpleNamespace(device_indexes=None)
+    runner = SimpleNamespace(device="tpu", tp_size=4, server_args=args)
+    assert model_runner.ModelRunner.get_available_device_memory(runner) == 2**30 - 2 * 2**20

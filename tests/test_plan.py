@@ -142,8 +142,10 @@ def test_the_engine_s_memory_is_its_weights_and_its_pool(
     names = re.findall(r"^\| (\w+) \|.* (?:\d+ s|not compiled) \|", out, re.M)
     assert names == ["engine", "sync_weights", "micro_step", "optimizer_step"]
     assert code == 0 and f"| engine | 0.00 | {gib:.2f} | " in out
-    code, _, errors = planned(capsys, "v4-16", **env)
-    assert code == 2 and "runs on one host; v4-16 has 2" in errors
+    # On two hosts each engine has the devices and the sequences of its own.
+    code, out, _ = planned(capsys, "v4-16", **env)
+    assert code == 0 and f"| engine | 0.00 | {gib:.2f} | " in out
+    assert "rollout=2,1,4 (auto; the engine has all devices of a host on tp)\n" in out
 
 
 def test_what_a_plan_cannot_do_is_one_line(
@@ -458,6 +460,9 @@ def test_an_engine_decodes_with_all_devices_on_tp(model: Path) -> None:
     steps, layers, tokens, D = 128, 2, 4 * 128 + 16 * 128, 256
     sent = tokens * layers * 2 * 2 * 3 * D * 2 / 4  # all-reduces of bfloat16, and no gather
     assert work_of_phases(made, 128)["rollout"][2:].tolist() == [sent, steps * 50 * layers]
+    two_hosts = plan.make_plan(Config.from_env(SMALL | env), "v4-16")
+    of_one, of_two = (work_of_phases(x, 128)["rollout"] for x in (made, two_hosts))
+    assert of_two[1:].tolist() == of_one[1:].tolist()
 
 
 # ---- The table of docs/plan.md -------------------------------------------------------------------

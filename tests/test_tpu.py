@@ -10,12 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from config import Config
+from extras.sglang import _draw, program_for_engines
 from infra import chips
 from model.attention import KV, PackedRows
-from model.layout import TRAIN_BATCH_AXES, Layout
+from model.layout import TRAIN_BATCH_AXES, Layout, make_mesh
+from model.next_token import Sampling
+from model.params import abstract_params, param_formats
 from model.splash import splash_attention
 from tools.plan import (
     Plan,
@@ -175,6 +178,63 @@ def test_splash_attention_and_its_gradient_compile(chip: str, head_dim: int) -> 
     q, of_tokens = sharded(num_rows, width, 4, head_dim), sharded(num_rows, width, dtype=jnp.int32)
     text = program.lower(q, k, v, of_tokens, of_tokens).compile().as_text()
     assert text.count("tpu_custom_call") >= 3  # one kernel of forward and two of backward
+
+
+# ---- A serving engine on each host ---------------------------------------------------------------
+
+
+@functools.cache
+def two_hosts() -> Mesh:
+    return make_mesh("MESH_SHAPE", "auto", slice_devices("v4-16"))
+
+
+def of_engine(shape: tuple[int, ...], *axes: str | None) -> jax.ShapeDtypeStruct:
+    """An array of the engine on the second host."""
+    chips = two_hosts().devices.reshape(2, 1, 4)[1]
+    mesh = Mesh(chips, ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+    return array(mesh, shape, jnp.bfloat16, *axes)
+
+
+@pytest.mark.parametrize("name, order", [("Qwen2.5-7B", (0, 1)), ("Qwen2.5-3B", (1, 0))])
+def test_a_weight_reaches_the_engines_of_two_hosts_and_is_complete_on_no_chip(
+    name: str, order: tuple[int, int]
+) -> None:
+    """sync_weights has written the gate by rows. An engine's quarter of its columns has the layout
+    of the engine's own arrays."""
+    model, mesh = dataclasses.replace(known_config(name), num_layers=1), two_hosts()
+    gate = abstract_params(model, mesh, jnp.bfloat16, "unroll").layers[0].gate
+    gate = gate.update(sharding=param_formats(model, mesh, "unroll").layers[0].gate)
+    assert gate.format.layout.major_to_minor == (0, 1)
+    wanted, share = of_engine(gate.shape, None, "tensor"), gate.size * 2 / 4
+    compiled = program_for_engines(mesh, wanted, False, 0).lower(gate).compile()
+    memory = compiled.memory_analysis()
+    assert memory.output_size_in_bytes == pytest.approx(share, rel=0.03)  # a chip pads columns
+    assert memory.temp_size_in_bytes < 0.001 * share
+    zeros = jax.jit(lambda: jnp.zeros(gate.shape, gate.dtype), out_shardings=wanted.sharding)
+    layout = zeros.lower().compile().output_formats.layout
+    assert compiled.output_formats.layout == layout and layout.major_to_minor == order
+    if name == "Qwen2.5-7B":
+        at_once = jax.jit(lambda x: x, out_shardings=compiled.output_shardings)
+        assert at_once.lower(gate).compile().memory_analysis().temp_size_in_bytes > 3.9 * share
+
+
+def test_an_engine_decodes_on_the_chips_of_the_second_host() -> None:
+    """The feed-forward of a layer, the logits, and the tokens that are drawn."""
+    B, D, F, V = 64, 1024, 4096, 8192
+    weights = of_engine((D, F), None, "tensor"), of_engine((F, D), "tensor", None)
+    x, weights = of_engine((B, D), "data", None), [*weights, of_engine((D, V), None, "tensor")]
+    numbers = array(x.sharding.mesh, (B,), jnp.int32)
+
+    def decode(x, weights, key, numbers):
+        for w in weights:
+            x = jnp.matmul(x, w, out_sharding=PartitionSpec("data", "tensor"))
+        return _draw(key, numbers, numbers, x, numbers, numbers, sampling=Sampling())
+
+    with jax.set_mesh(x.sharding.mesh):
+        arguments = x, weights, jax.eval_shape(jax.random.key, 0), numbers
+        compiled = jax.jit(decode).lower(*arguments).compile()
+    assert {d.id for d in compiled.output_shardings[0].device_set} == {4, 5, 6, 7}
+    assert "all-reduce" in {x.kind for x in collectives(compiled.as_text())}
 
 
 # ---- Slices --------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -294,8 +293,8 @@ def test_two_engines_of_two_devices_hold_a_part_of_the_weights_and_start_no_prog
         assert set(held) == {str(4 * (2 * V * D // 2 + 2 * layer + D))}
         refused = re.findall("^refused: .* because the thread guard was set", engine.lines, re.M)
         assert len(refused) == len(held) / 2 == 6  # passes, of two devices each
-    tokens = [record.get("train-seq_len/completion/max") for record in ours[0].records]
-    print(tokens, [record.get("train-seq_len/completion/min") for record in ours[0].records])
+    longest, mean = (ours[0].records[1][f"train-seq_len/completion/{x}"] for x in ("max", "mean"))
+    assert longest > 1.5 * mean
 
 
 # The engine of process 1 fails in its second pass.
@@ -334,12 +333,10 @@ def test_if_one_of_two_engines_fails_or_is_stopped_both_end_and_go_on_to_the_sam
     running[1].send_signal(signal.SIGTERM)
     for stopped in end(running):
         assert stopped.code == 128 + signal.SIGTERM and "STOPPED: SIGTERM" in stopped.lines
-    began = time.monotonic()
     other, failed = end(start_two(outs, 1, **given, changes=FAILING))
-    print(time.monotonic() - began)
     assert (other.code, failed.code) == (1, 1), other.errors + failed.errors
-    assert re.search(r"^error: another process is gone; .*process 1 failed", other.errors)
-    print(failed.errors)
+    gone = "error: another process is gone; its log says why (process 1 failed before a barrier)"
+    assert other.errors == f"{gone}\n"
     assert "EngineFailed: Scheduler hit an exception" in failed.errors
     assert "ZeroDivisionError: division by zero" in failed.errors
     results = end(start_two(outs, 1, **given))

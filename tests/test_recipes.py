@@ -42,6 +42,7 @@ SIZES = [
     ("grpo_gsm8k_bs128_steps100", {}, (2, 4), (8, 1, 64, 16, 4)),
     ("tunix_qwen3_4b_10steps", {}, (1, 4), (2, 1, 4, 4, 1)),
     ("tunix_qwen3_4b_10steps_sglang", {}, (1, 4), (2, 1, 4, 4, 1)),
+    ("tunix_qwen3_4b_10steps_sglang", {}, (2, 4), (2, 1, 4, 4, 1)),
     ("grpo_gsm8k_qwen25_7b_v4_8_sglang_smoke", {}, (1, 4), (1, 1, 4, 4, 1)),
     ("dapo_qwen25_7b", {}, (16, 4), (4, 8, 512, 4, 8)),
     ("smollm2_arithmetic", {}, (1, 1), (8, 1, 128, 32, 4)),

@@ -576,11 +576,13 @@ def load(
             env, dotenv = os.environ, read_dotenv(REPO / ".env")
             dotenv = {name: value for name, value in dotenv.items() if name not in env}
             env.update(dotenv)
-        # --eval-only and --ask use the settings of the run in OUTPUT_DIR, but not its RESUME.
+        # These commands use the settings of the run in OUTPUT_DIR, but not its RESUME.
         run_config = Path(env.get("OUTPUT_DIR", "")) / "config.yaml"
         answers = args.eval_only or bool(args.ask)
-        has_run = answers and not args.config and env.get("OUTPUT_DIR") and run_config.is_file()
-        cfg, layers, lines = read_layers(env, run_config if has_run else args.config, customize)
+        has_run = (answers or args.probe) and not args.config and env.get("OUTPUT_DIR")
+        has_run = has_run and run_config.is_file()
+        args.config = str(run_config) if has_run else args.config
+        cfg, layers, lines = read_layers(env, args.config, customize)
         if has_run and "RESUME" not in env:
             cfg = dataclasses.replace(cfg, resume="auto")
         if args.print_config:

@@ -64,9 +64,10 @@ def answer_questions(
     key: jax.Array,
     clock: Clock,
     step: int = 0,
+    round_number: int = EVALUATION_ROUND,
 ) -> Batch:
     """K = EVAL_SAMPLES completions of each question, sampled by eval_sampling, and their rewards.
-    step: the number of steps that have trained the weights."""
+    step: the number of steps that have trained the weights. round_number: of their episodes."""
     rollout, K = run.rollout, run.cfg.eval_samples
     # The questions of a pass on each process. The last question is repeated until all passes have
     # the same size.
@@ -75,7 +76,7 @@ def answer_questions(
     padded = [*questions, *[questions[-1]] * missing]
     if rollout.environments is not None:
         T, model = rollout.stopping.max_length_sample, rollout.compute.model
-        padded = rollout.environments.begin_episodes(padded, EVALUATION_ROUND, K, model, T)
+        padded = rollout.environments.begin_episodes(padded, round_number, K, model, T)
     completions = complete(
         rollout,
         backend,

@@ -250,10 +250,11 @@ if __name__ == "__main__":
             raise UserMistake(f"LOSS_TYPE=sft needs train_sft.py; {remedy}")
         if FLAGS.plan:
             import_optional("tools.plan", "--plan").plan_and_exit(CFG, FLAGS)
-        if answers := FLAGS.eval_only or FLAGS.ask:
-            ask = import_optional("tools.ask", "--eval-only" if FLAGS.eval_only else "--ask")
         print(*LINES, sep="\n", flush=True)
-        if answers:
-            ask.answer_command(CFG, FLAGS)
+        if FLAGS.eval_only or FLAGS.ask:
+            flag = "--eval-only" if FLAGS.eval_only else "--ask"
+            import_optional("tools.ask", flag).answer_command(CFG, FLAGS)
+        elif FLAGS.probe:
+            import_optional("tools.probe", "--probe").probe_command(CFG, FLAGS)
         else:
             main(CFG)

@@ -208,8 +208,8 @@ if __name__ == "__main__":
     with exiting_on_error(), exit_on_oom(CFG):
         if FLAGS.plan:
             import_optional("tools.plan", "--plan").plan_and_exit(CFG, FLAGS)
-        if FLAGS.eval_only or FLAGS.ask:
+        if FLAGS.eval_only or FLAGS.ask or FLAGS.probe:
             remedy = "set MODEL_PATH to the export for it, and choose another OUTPUT_DIR"
-            raise UserMistake(f"--ask and --eval-only belong to train_grpo.py; {remedy}")
+            raise UserMistake(f"--ask, --eval-only and --probe belong to train_grpo.py; {remedy}")
         print(*LINES, sep="\n", flush=True)
         main(CFG)

@@ -92,11 +92,19 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
         metavar="QUESTION",
         help="let the same weights as for --eval-only answer greedily, and score the answer",
     )
+    only.add_argument(
+        "--probe",
+        type=int,
+        metavar="N",
+        help="sample N questions of training, and say what would keep a run from learning",
+    )
     parser.add_argument(
         "--answer", metavar="TEXT", help="the right answer to --ask's question; --answer=-1/2 works"
     )
     add = parser.add_argument
     add("--mean-completion", type=int, metavar="N", help="tokens of a completion, for --plan")
+    add("--out", metavar="FOLDER", default="", help="--probe writes the useful questions there")
+    add("--time", action="store_true", help="--probe also times a step")
     add("--price-per-chip-hour", type=float, metavar="X", help="adds costs to --plan")
     parser.add_argument("--processes", type=int, default=1, help="processes to print sizes for")
     parser.add_argument("--local-devices", type=int, default=1, help="devices of each process")
@@ -109,6 +117,8 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--mean-completion and --price-per-chip-hour are above 0, and only for --plan")
     if (args.ask, args.answer) != (None, None) and not (args.ask or "").strip():
         parser.error("--ask needs a question, and --answer is only for --ask")
+    if (args.probe is not None or args.out or args.time) and (args.probe or 0) < 1:
+        parser.error("--probe needs at least 1 question, and --out and --time are only for --probe")
     return args
 
 

@@ -45,14 +45,16 @@ class Weights(NamedTuple):
     params: Params
 
 
-def find_weights(cfg: Config) -> Config:
+def find_weights(cfg: Config, required: bool = True) -> Config:
     """The settings with a RESUME that names the checkpoints of the run in OUTPUT_DIR, if it is set.
-    Raises UserMistake if there is no complete one."""
+    Raises UserMistake if there is no complete one and it is required."""
     if cfg.resume != "auto" or not (cfg.output_dir or cfg.checkpoint_dir):
         return cfg
     checkpoints = cfg.checkpoint_dir or f"{cfg.output_dir}/checkpoints"
     if Checkpoints(checkpoints, read_only=True).steps():
         return replace(cfg, resume=checkpoints)
+    if not required:
+        return cfg
     name = f"OUTPUT_DIR={cfg.output_dir}" if cfg.output_dir else f"CHECKPOINT_DIR={checkpoints}"
     raise UserMistake(
         f"{name} has no weights: no complete checkpoint in {checkpoints}; name the folder of a "

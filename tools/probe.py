@@ -1,0 +1,284 @@
+"""--probe N of train_grpo.py: what the first N questions of training give before any training, and
+what would keep a run from learning from them; see docs/probe.md. K: completions of a question."""
+
+import argparse
+import contextlib
+import json
+import shlex
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from chat import SENTINEL
+from config import Config
+from contracts import Backend
+from data import batch_indices
+from evaluation import answer_questions, pass_at, standard_error
+from fingerprint import result_fingerprint
+from infra import hosts, log, resume
+from infra.mistakes import UserMistake, exit_with_mistakes, import_optional, writing
+from metrics import PHASES, are_right, completion_entries, sample_table
+from model.params import Params, combine_params
+from rewards import BUILT_IN, repetition_penalty, reward_format, without_open_thought
+from rollout import choose_groups, completion_texts, has_enough_groups, have_equal_rewards
+from rows import Batch
+from run import Run
+from startup import first_params, make_backend, open_teacher, set_up
+from tools.ask import NO_STEPS, find_weights, load_weights
+from train_grpo import groups_of_updates, with_logps
+from update import accumulate_gradients
+
+Rows = list[dict[str, Any]]  # of a .jsonl file
+RECORD, RATES = "probe.json", "rates.jsonl"  # in the folder of --out
+FIRST_ROUND = 2**30  # round_number of the probe's first episodes, which no run reaches
+# What to do about each cause; None: its rule in extras/report.py says it. Causes stand before what
+# may follow from them.
+CAUSES = {
+    "no_generation_prompt": "Prompts do not begin the assistant's turn. Set another CHAT_TEMPLATE.",
+    "no_accuracy": None,
+    "never_stops": "Nearly all completions repeat themselves or go on after their turn, until they "
+    "are cut off. Set CHAT_TEMPLATE to that of the model, or begin with train_sft.py.",
+    "thinks_too_long": "Nearly all completions are cut off in <think>. Raise MAX_LENGTH_SAMPLE, or "
+    """turn thinking off with CHAT_TEMPLATE_KWARGS='{"enable_thinking": false}'.""",
+    "all_truncated": None,
+    "constant_reward": "This shows the policy nothing. Check the function and what it reads.",
+    "format_never": "No completion has the form of reward_format. Ask for it in SYSTEM_PROMPT, "
+    "teach it with train_sft.py first, or set another REWARD_FN.",
+    "too_hard": "Hardly any question has a right completion. Check the reward on this one; if it "
+    "is right, take easier questions or a better model, such as one of train_sft.py.",
+    "too_easy": "Nearly all completions are right. Check the reward on this one; if it is right, "
+    "take harder questions, or those that --out keeps.",
+    "no_signal": None,
+}
+
+
+def probe_command(cfg: Config, flags: argparse.Namespace) -> None:
+    """Runs the command --probe. It locks no folder, and writes into that of --out alone."""
+    try:
+        hosts.start_jax(cfg.jax_compilation_cache_dir, cfg.init_timeout_s)
+        kept = {"steps": cfg.steps or 1, "eval_full_sweep": cfg.eval_full_sweep}
+        probe(replace(find_weights(cfg, required=False), **NO_STEPS | kept), flags)
+    except UserMistake as error:
+        exit_with_mistakes(error)
+
+
+def probe(cfg: Config, flags: argparse.Namespace) -> None:
+    """Samples the completions in rounds of as many questions as in training, and prints the lines
+    of the probe. Raises UserMistake."""
+    rules, run = import_optional("extras.report", "--probe"), set_up(cfg)
+    rollout = replace(run.rollout, eval_sampling=run.rollout.sampling)
+    run = replace(run, cfg=replace(cfg, eval_samples=cfg.num_pre_q), rollout=rollout)
+    pool, P, writes = run.train_prompts, run.sizes.prompts_per_step, jax.process_index() == 0
+    indices = batch_indices(len(pool), min(flags.probe, len(pool)), 0, cfg.seed).tolist()
+    with hosts.raising_on_all_processes():
+        entries = read_rates(run, Path(flags.out)) if flags.out and writes else []
+    # The last round of an earlier start may have had fewer questions.
+    entries = entries[: len(indices) if len(entries) >= len(indices) else len(entries) // P * P]
+    done = int(hosts.gather_texts(str(len(entries)))[0])
+    with contextlib.closing(make_backend(run)) as backend:
+        params, step = load_weights(run)
+        began = time.perf_counter()
+        backend.update_weights(params)
+        for i in range(done, len(indices), P):
+            batch = sample_round(run, backend, indices[i : i + P], i // P, step)
+            entries += entries_of(run, batch, indices[i : i + P])
+            if flags.out and writes:
+                write_lines(Path(flags.out) / RATES, entries[i:], adds=True)
+        backend.release()
+        seconds = time.perf_counter() - began
+        step_s = time_step(run, backend, params) if flags.time else 0.0
+    if writes:
+        print(*describe(run, entries, step, seconds, rules), sep="\n")
+        if step_s:
+            left_out = "without compiling, the optimizer, evaluations and checkpoints"
+            hours = cfg.steps * step_s / 3600
+            print(f"probe step_s={step_s:.3f} steps={cfg.steps} hours={hours:.3f} {left_out}")
+        if flags.out:
+            print(write_dataset(run, entries, Path(flags.out), flags.config), flush=True)
+
+
+def sample_round(run: Run, backend: Backend, indices: Any, number: int, step: int = 0) -> Batch:
+    """The completions of a round and their rewards. The number of the round seeds them, so that
+    they do not depend on passes and earlier rounds. indices: of questions in train_prompts."""
+    # Training has the first key of such a split, and evaluations have the second.
+    key = jax.random.fold_in(jax.random.split(jax.random.key(run.cfg.seed), 3)[2], number)
+    prompts, clock = [run.train_prompts[i] for i in indices], log.Clock(PHASES)
+    return answer_questions(run, backend, prompts, key, clock, step, FIRST_ROUND + number)
+
+
+def time_step(run: Run, backend: Backend, params: Params) -> float:
+    """The median seconds of three steps, after one that compiles. They change no weights."""
+    cfg, weights, P = run.cfg, run.rollout.reward_weights, run.sizes.prompts_per_step
+    ref_params, seconds, number = None, [], 0
+    if cfg.beta > 0:
+        ref_params = combine_params(params, first_params(run, run.learner.compute.dtype))
+    if run.teacher:
+        run = replace(run, teacher=open_teacher(cfg).load_weights(run.teacher, run.teacher_folder))
+    for step in range(4):
+        began, rounds = time.perf_counter(), []
+        backend.update_weights(params)
+        while not has_enough_groups(cfg, rounds, weights):
+            indices = batch_indices(len(run.train_prompts), P, number, cfg.seed)
+            rounds.append(sample_round(run, backend, indices, number))
+            number += 1
+        backend.release()
+        batch = choose_groups(rounds, cfg.adv_estimator, weights)
+        # The seconds depend on which advantages are 0, and not on the others.
+        has_signal = ~have_equal_rewards(batch, cfg.adv_estimator, weights)
+        batch = batch._replace(advantages=np.repeat(has_signal, cfg.num_pre_q).astype(float))
+        batch = with_logps(run, params, ref_params, batch)
+        for groups in groups_of_updates(P, cfg.num_mini_batches, cfg.ppo_epochs, (cfg.seed, step)):
+            accumulate_gradients(run.learner, params, batch.select_groups(groups))
+        seconds.append(time.perf_counter() - began)
+    return float(np.median(seconds[1:]))
+
+
+# ---- What the completions say --------------------------------------------------------------------
+
+
+def entries_of(run: Run, batch: Batch, indices: list[int]) -> Rows:
+    """The lines of rates.jsonl: for each question its index, its rate (the mean of the first
+    function), if its rewards have a signal, and its completions. Their `symptom` is the cause of
+    which a completion that was cut off is an example; "" if it was not. indices: as above."""
+    rollout, K, symptoms = run.rollout, batch.completions_per_prompt(), []
+    # What a completion has only after its end: special tokens, and the template's next turn.
+    special = {x.content for x in rollout.tokenizer.added_tokens_decoder.values() if x.special}
+    marks = {x for x in special if not any(word in x for word in ("think", "thought", "tool"))}
+    chat = [{"role": role, "content": SENTINEL} for role in ("user", "assistant", "user")]
+    with contextlib.suppress(UserMistake):  # the template takes a single question
+        for between in rollout.chat_format.render([chat])[0].split(SENTINEL)[2:-1]:
+            marks |= {line.strip() for line in between.splitlines() if line.strip()}
+    texts = completion_texts(rollout, batch.prompts, batch)
+    pairs = zip(batch.completion_ids, batch.sampled_mask, strict=True)
+    penalties = repetition_penalty(texts, [ids[mask > 0].tolist() for ids, mask in pairs])
+    for text, penalty, stopped in zip(texts, penalties, batch.stopped, strict=True):
+        name = "thinks_too_long" if without_open_thought(text) != text else "all_truncated"
+        goes_on = penalty < -0.5 or any(mark in text for mark in marks)
+        symptoms.append("" if stopped else "never_stops" if goes_on else name)
+    entries = completion_entries(rollout, batch, "symptom", np.array(symptoms))
+    is_equal = have_equal_rewards(batch, run.cfg.adv_estimator, rollout.reward_weights)
+    rates = map(log.mean_without_nan, batch.function_rewards[:, 0].reshape(-1, K))
+    return [
+        log.to_json_values({"index": i, "rate": rate, "signal": not equal}) | entry
+        for i, rate, equal, entry in zip(indices, rates, is_equal, entries, strict=True)
+    ]
+
+
+def describe(run: Run, entries: Rows, step: int, seconds: float, rules: Any) -> list[str]:
+    """A line about all completions, one for each reward function, and one for each of the first
+    three causes that hold, with an example. step: of the weights. rules: extras/report.py."""
+    rollout, K, functions = run.rollout, run.cfg.num_pre_q, run.rollout.functions
+    completions = [completion for entry in entries for completion in entry["completions"]]
+    rewards = reward_columns(run, entries)
+    right = are_right(rewards).reshape(-1, K)  # [questions, K]
+    signal = log.metric_values(entries, "signal")[:, None]  # [questions, 1]
+    symptoms, tokens = ([x[name] for x in completions] for name in ("symptom", "tokens"))
+    accuracy, pass_at_K, best = pass_at(right, 1), pass_at(right, K), right.max(axis=1)[:, None]
+    truncated = 1 - symptoms.count("") / len(symptoms)
+    lines = [
+        f"probe questions={len(entries)} samples_per_question={K} signal_frac={signal.mean():.4f} "
+        f"signal_frac_se={standard_error(signal):.4f} accuracy={accuracy:.4f} "
+        f"accuracy_se={standard_error(right):.4f} accuracy_of={functions[0].__name__} "
+        f"pass_at_{K}={pass_at_K:.4f} pass_at_{K}_se={standard_error(best):.4f} "
+        f"truncated_frac={truncated:.4f} tokens_mean={np.mean(tokens):.1f} "
+        f"tokens_p95={np.percentile(tokens, 95):.0f} t={seconds:.2f}s"
+    ]
+    constant, no_format = "", False
+    for function, weight, column in zip(functions, rollout.reward_weights, rewards.T, strict=True):
+        name, is_scored = function.__name__, ~np.isnan(column)
+        x = column[is_scored] if is_scored.any() else column[:1]
+        lines.append(
+            f"probe reward={name} weight={weight:g} mean={x.mean():.4f} std={x.std():.4f} "
+            f"min={x.min():g} max={x.max():g} scored_frac={is_scored.mean():.4f}"
+        )
+        is_constant = weight != 0 and x.min() == x.max()
+        no_format |= is_constant and function is reward_format and x[0] == 0
+        # 0 may be a penalty that is never due, and 1 a form that all have; but the function that
+        # says what is right may have a mistake, unless it is built in.
+        may_be_wrong = function is functions[0] and function not in BUILT_IN
+        if is_constant and (may_be_wrong or x[0] not in (0, 1)):
+            constant += f"{name} gives {x[0]:g} to every completion. "
+    if len(entries) < rules.WINDOW:
+        return [*lines, f"cause: none yet: it needs {rules.WINDOW} questions"]
+    holds = {  # a comparison with NaN is False
+        "no_accuracy": np.isnan(right).all(),
+        max({*symptoms} - {""}, key=symptoms.count, default=""): truncated >= 0.9,
+        "constant_reward": constant,
+        "format_never": no_format,
+        # Completions count as right from a reward of 1 on, which a graded reward may never give.
+        "too_hard": pass_at_K <= 0.05 and log.mean_without_nan(rewards[:, 0]) <= 0.05,
+        "too_easy": accuracy >= 0.95,
+    }
+    causes = [x for x in CAUSES if holds.get(x)] or ["no_signal"] * bool(signal.mean() <= 0.1)
+    chat, render = [[{"role": "user", "content": SENTINEL}]], rollout.chat_format.render
+    if causes and render(chat) == render(chat, add_generation_prompt=False):
+        causes.insert(0, "no_generation_prompt")  # alone it is no mistake: there may be no turns
+    for cause in causes[:3]:
+        i = symptoms.index(cause) if cause in symptoms else 0
+        text = CAUSES[cause] or rules.RULES[cause]
+        lines.append(f"cause: {cause}: {constant if cause == 'constant_reward' else ''}{text}")
+        lines.append(sample_table(step, entries[i // K] | {"completions": [completions[i]]}))
+    return lines if causes else [*lines, "cause: none: no sign of trouble"]
+
+
+def reward_columns(run: Run, entries: Rows) -> np.ndarray:
+    """[completions, functions] float64 rewards; NaN: the function does not apply."""
+    rewards = [completion["rewards"] for entry in entries for completion in entry["completions"]]
+    names = [function.__name__ for function in run.rollout.functions]
+    return np.stack([log.metric_values(rewards, name) for name in names], axis=1)
+
+
+# ---- The folder of --out -------------------------------------------------------------------------
+
+
+def write_lines(file: Path, rows: Rows, adds: bool = False) -> None:
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    with writing(f"--out {file.parent}", UserMistake):
+        file.open("a").write(text) if adds else log.replace_file(file, text)
+
+
+def read_rates(run: Run, folder: Path) -> Rows:
+    """The entries that an earlier start of this probe has written into the folder, which is made
+    if it is missing. Raises UserMistake if it has other files, or those of another probe."""
+    source, step = resume.find_checkpoints(run.cfg.resume)
+    weights = f"{source.folder}/{step or source.steps()[-1]}" if source else str(run.folder)
+    made_with = result_fingerprint(run) | {"the weights": weights}
+    with writing(f"--out {folder}", UserMistake):
+        folder.mkdir(parents=True, exist_ok=True)
+        files = sorted(file.name for file in folder.iterdir())
+    if files and RECORD not in files:
+        raise UserMistake(f"--out {folder} has {files[0]}, but no {RECORD}; name a new folder")
+    for record in log.read_lines(folder / RECORD):
+        if changes := resume.describe_changes(record, made_with, f"the probe in {folder}"):
+            raise UserMistake(f"{changes}; set it back, or name a new folder in --out")
+    write_lines(folder / RECORD, [{"made_with": made_with}])
+    entries = [*log.read_lines(folder / RATES)]
+    write_lines(folder / RATES, entries)  # without the half line that a kill may leave
+    return entries
+
+
+def write_dataset(run: Run, entries: Rows, folder: Path, config: str) -> str:
+    """Writes the questions with a rate between 0 and 1 as the training split of a dataset, or if
+    the first function gives other rewards than 0 and 1 those with a signal; and the eval split.
+    Returns a line with the command that trains on them. config: the file of --config, or ""."""
+    cfg, first = run.cfg, reward_columns(run, entries)[:, 0]
+    is_graded = not np.isin(first[~np.isnan(first)], (0, 1)).all()
+    kept = [x for x in entries if (x["signal"] if is_graded else 0 < (x["rate"] or 0) < 1)]
+    train = [run.train_prompts[x["index"]].columns | {"rate": x["rate"]} for x in kept]
+    test = [dict(prompt.columns) for prompt in run.eval_prompts]
+    for split, rows in {cfg.eval_split: test, cfg.train_split: train}.items():
+        for columns in rows:  # load_examples makes `prompts` of the messages in QUESTION_COLUMN
+            if (messages := columns.pop("prompts", None)) and cfg.question_column == "question":
+                columns["question"] = messages
+        write_lines(folder / f"{split}.jsonl", rows)
+    write_lines(folder / RATES, entries)
+    command = f"DATASET={shlex.quote(str(folder))}"
+    if cfg.resume not in ("auto", "never"):  # the weights are those of a run
+        command += f" OUTPUT_DIR={shlex.quote(f'{folder}/run')} RESUME={shlex.quote(cfg.resume)}"
+    command += " python train_grpo.py" + f" --config {shlex.quote(config)}" * bool(config)
+    advice = f"with the settings of this probe, {command} trains on them"
+    return f"{folder} has {len(kept)} of {len(entries)} questions" + f"; {advice}" * bool(kept)

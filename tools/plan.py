@@ -36,6 +36,7 @@ from infra.sizes import (
     PASS_SIZES,
     completions_per_prompt_in_shard,
     derive_sizes,
+    divisors,
     eval_questions,
     prompt_width,
     suggest_smaller_size,
@@ -155,6 +156,9 @@ def print_plan(plan: Plan, flags: argparse.Namespace) -> int:
         print(f"| {name} | {columns(memories[name], limit)} | {seconds:.0f} s |", flush=True)
 
     too_large = [name for name, memory in memories.items() if memory.total > limit]
+    of_micro_batch = {x: memories[x] for x in programs if programs[x].sizes == MICRO_SIZES}
+    if {*too_large} <= {"micro_step"}:
+        print(largest_micro_batch(plan, slice_name, of_micro_batch, limit))
     for name in too_large:
         hint = "Use more devices, or a lower SGLANG_JAX_MEM_FRACTION_STATIC"
         if name != "engine":
@@ -165,13 +169,42 @@ def print_plan(plan: Plan, flags: argparse.Namespace) -> int:
         print(f"{name} does not fit. {hint}")
     if not too_large:
         launches = memories["micro_step"].launches
-        of_micro_batch = [memories[x] for x in programs if programs[x].sizes == MICRO_SIZES]
-        lines = suggest_larger_micro_batch(plan, flags, of_micro_batch, launches[0], limit)
+        arguments = [*of_micro_batch.values()], launches[0], limit
+        lines = suggest_larger_micro_batch(plan, flags, *arguments)
         print(*lines, *describe_time(plan, flags, launches), sep="\n")
     largest = max(memories, key=lambda name: memories[name].total)
     total = f"{memories[largest].total / GIB:.2f} of {limit / GIB:.4g} GiB in {largest}"
     print(f"{slice_name}: {'DOES NOT FIT' if too_large else 'fits'}, {total}")
     return OUT_OF_MEMORY_CODE if too_large else 0
+
+
+def largest_micro_batch(
+    plan: Plan, slice_name: str, memories: dict[str, Memory], limit: float
+) -> str:
+    """A line about the largest micro-batch that fits. A bisection compiles micro_step for at most
+    three sizes, and adds a row of the table for each. memories: of all programs that compute a
+    micro-batch, whose temporaries grow no faster than it. limit: bytes of a device."""
+    local, size, seconds = plan.local_devices(), plan.sizes.micro_batch_size, []
+    sizes = [local * n for n in divisors(size * plan.sizes.grad_accum_steps // local)]
+    fits, too_large = sizes.index(size), len(sizes)  # indices
+    if memories["micro_step"].total > limit:
+        fits, too_large = -1, fits
+    while too_large - fits > 1 and len(seconds) < 3:
+        middle, began = (fits + too_large) // 2, time.perf_counter()
+        settings = dict(zip(MICRO_SIZES, (sizes[middle], 0), strict=True)) | {"grad_accum_steps": 0}
+        other = make_plan(dataclasses.replace(plan.cfg, **settings), slice_name)
+        memory = measure_memory(list_programs(other)["micro_step"])
+        seconds.append(time.perf_counter() - began)
+        title = f"micro_step with {sizes[middle] // local} sequences"
+        print(f"| {title} | {columns(memory, limit)} | {seconds[-1]:.0f} s |", flush=True)
+        others = [x for name, x in memories.items() if name != "micro_step"]
+        totals = [x.total + (sizes[middle] / size - 1) * x.temporaries for x in others]
+        is_too_large = max([memory.total, *totals]) > limit
+        fits, too_large = (fits, middle) if is_too_large else (middle, too_large)
+    name, tried = MICRO_SIZES[1].upper(), " of those tried" * (too_large - fits > 1)
+    text = f"{name}={sizes[fits] // local} is the largest{tried} that fits"
+    text = text if fits >= 0 else f"no {name}{tried} fits"
+    return f"{text}; {len(seconds)} more compilations took {sum(seconds):.0f} s"
 
 
 def print_sizes(plan: Plan, slice_name: str) -> None:

@@ -238,7 +238,10 @@ def reward_columns(run: Run, entries: Rows) -> np.ndarray:
 def write_lines(file: Path, rows: Rows, adds: bool = False) -> None:
     text = "".join(json.dumps(row) + "\n" for row in rows)
     with writing(f"--out {file.parent}", UserMistake):
-        file.open("a").write(text) if adds else log.replace_file(file, text)
+        if not adds:
+            return log.replace_file(file, text)
+        with file.open("a") as lines:
+            lines.write(text)
 
 
 def read_rates(run: Run, folder: Path) -> Rows:

@@ -197,10 +197,9 @@ def describe(run: Run, entries: Rows, step: int, seconds: float, rules: Any) -> 
         )
         is_constant = weight != 0 and x.min() == x.max()
         no_format |= is_constant and function is reward_format and x[0] == 0
-        # 0 may be a penalty that is never due, and 1 a form that all have; but the function that
-        # says what is right may have a mistake, unless it is built in.
-        may_be_wrong = function is functions[0] and function not in BUILT_IN
-        if is_constant and (may_be_wrong or x[0] not in (0, 1)):
+        # Of a function behind the first, 0 may be a penalty that is never due, and 1 the best.
+        is_suspect = function is functions[0] or x[0] not in (0, 1)
+        if is_constant and is_suspect and function not in BUILT_IN:
             constant += f"{name} gives {x[0]:g} to every completion. "
     if len(entries) < rules.WINDOW:
         return [*lines, f"cause: none yet: it needs {rules.WINDOW} questions"]
@@ -215,8 +214,10 @@ def describe(run: Run, entries: Rows, step: int, seconds: float, rules: Any) -> 
     }
     causes = [x for x in CAUSES if holds.get(x)] or ["no_signal"] * bool(signal.mean() <= 0.1)
     chat, render = [[{"role": "user", "content": SENTINEL}]], rollout.chat_format.render
-    if causes and render(chat) == render(chat, add_generation_prompt=False):
-        causes.insert(0, "no_generation_prompt")  # alone it is no mistake: there may be no turns
+    if (prompt := render(chat)) == render(chat, add_generation_prompt=False):
+        # Alone it is no mistake, because some templates have nothing before an answer.
+        if causes or prompt[0].rstrip().endswith((*rollout.tokenizer.all_special_tokens,)):
+            causes.insert(0, "no_generation_prompt")
     for cause in causes[:3]:
         i = symptoms.index(cause) if cause in symptoms else 0
         text = CAUSES[cause] or rules.RULES[cause]

@@ -640,6 +640,9 @@ COMMANDS = [
     (["--plan", "v6e-8", "--price-per-chip-hour", "0"], "are above 0"),
     (["--ask", " "], "--ask needs a question"),
     (["--answer", "5"], "--answer is only for --ask"),
+    (["--probe", "0"], "--probe needs at least 1 question"),
+    (["--out", "folder"], "--out and --time are only for --probe"),
+    (["--probe", "9", "--eval-only"], "not allowed with argument --probe"),
     (["--ask", "How many?", "--answer", "--eval-only"], "argument --answer: expected one argument"),
 ]
 

@@ -32,6 +32,7 @@ NEEDED_BY = {
         "POLICY_LOSS_IMPL=pallas",
     ),
     "tools/ask.py": ({}, ["--ask", "1+2?"], "--ask"),
+    "tools/probe.py": ({}, ["--probe", "9"], "--probe"),
     "tools/plan.py": ({}, ["--plan", "v6e-1"], "--plan"),
 }
 NO_TRACKERS = "\nnote: without extras/trackers.py W&B gets no records\n"

@@ -126,6 +126,50 @@ def test_a_plan_that_does_not_fit_names_the_next_smaller_sizes(
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    ("settings", "most", "compiled", "named"),
+    [
+        # 128 sequences of one device: the sizes are 1, 2, 4, ... 128, of which 4 is the default.
+        ("BATCH_SIZE=16", 20, [32, 8, 16], "TRAIN_...=16 is the largest that fits"),
+        ("BATCH_SIZE=16", 4, [32, 8], "TRAIN_...=4 is the largest that fits"),
+        ("BATCH_SIZE=16", 200, [32, 64, 128], "TRAIN_...=128 is the largest that fits"),
+        ("BATCH_SIZE=16 GRAD_ACCUM_STEPS=1", 200, [], "TRAIN_...=128 is the largest that fits"),
+        ("BATCH_SIZE=16 TRAIN_MICRO_BATCH_SIZE=64", 3, [4, 1, 2], "TRAIN_...=2 is the largest"),
+        ("BATCH_SIZE=16 TRAIN_MICRO_BATCH_SIZE=64", 0.5, [4, 1], "no TRAIN_... fits"),
+        # 720 sequences: three compilations leave 60, 72 and 80 untried.
+        ("BATCH_SIZE=90", 50, [36, 90, 48], "TRAIN_...=48 is the largest of those tried that fits"),
+    ],
+)
+def test_a_plan_names_the_largest_micro_batch_that_fits_after_few_compilations(
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+    settings: str,
+    most: float,
+    compiled: list[int],
+    named: str,
+) -> None:
+    """`most` sequences fit. The compiler's answers are given here: its slots say how many a program
+    has, each of 128 tokens of a completion."""
+    sizes = []
+
+    def measure(program: Program) -> plan.Memory:
+        if program.function.__name__ != "micro_step":
+            return plan.Memory(2**30, 0, 0)
+        sizes.append(program.arguments[2].targets.shape[1] // 128)
+        return plan.Memory(0, 15.75 * 2**30 * sizes[-1] / most, 0)
+
+    monkeypatch.setattr(plan, "measure_memory", measure)
+    env = dict(x.split("=") for x in settings.split()) | {"EVAL_EVERY_STEPS": "0"}
+    code, out, _ = planned(capsys, "v5e-1", MODEL_PATH=str(model), **env)
+    assert sizes[1:] == compiled and code == (0 if sizes[0] <= most else 3)
+    named = re.escape(named.replace("TRAIN_...", "TRAIN_PER_DEVICE_MICRO_BATCH_SIZE"))
+    assert re.search(f"^{named}.*; {len(compiled)} more compilations took \\d+ s$", out, re.M)
+    rows = re.findall(r"^\| micro_step with (\d+) sequences \| .* \| \d+ s \|$", out, re.M)
+    assert [*map(int, rows)] == compiled
+
+
+@needs_compiler
 def test_the_engine_s_memory_is_its_weights_and_its_pool(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

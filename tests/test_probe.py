@@ -103,7 +103,8 @@ def probe_here(monkeypatch, says: list[str], *flags: str, **env: str) -> None:
     if says:
         speaker = Speaker(says, cfg.max_length_sample)
         monkeypatch.setattr(probe, "make_backend", lambda run: speaker)
-    probe.probe(cfg, parse_command_line(["--probe", "16", *flags]))
+    monkeypatch.setattr(probe.hosts, "start_jax", lambda *_: None)  # it runs here
+    probe.probe_command(cfg, parse_command_line(["--probe", "16", *flags]))
 
 
 PLANTED = [
@@ -239,25 +240,30 @@ def test_the_useful_questions_are_a_dataset_and_the_printed_command_trains_on_it
     assert done.code == 0 and f" train={len(rows)} test=500 " in done.lines, done.errors
 
 
+@pytest.fixture(scope="module")
+def run_after_it(probed: Result) -> Path:
+    """The OUTPUT_DIR of the probe, after a step."""
+    out = probed.out.parent / "run"
+    assert run_as_user(out, **settings_of()).code == 0
+    return out
+
+
 def test_the_first_step_of_a_run_is_unchanged_by_a_probe_before_it(
-    probed: Result, tmp_path: Path
+    run_after_it: Path, tmp_path: Path
 ) -> None:
-    outs = probed.out.parent / "run", tmp_path / "run"  # in the first OUTPUT_DIR after the probe
-    for out in outs:
-        assert run_as_user(out, **settings_of()).code == 0
-    assert_same_run(*outs, steps=1)
+    assert run_as_user(tmp_path / "run", **settings_of()).code == 0
+    assert_same_run(run_after_it, tmp_path / "run", steps=1)
 
 
-@pytest.mark.parametrize("passes", ["1", "4"])
-def test_a_probe_that_was_killed_goes_on_with_the_same_rates_whatever_its_passes(
-    probed: Result, tmp_path: Path, passes: str
+def test_a_probe_that_was_killed_goes_on_with_the_same_rates_in_other_passes(
+    probed: Result, tmp_path: Path
 ) -> None:
     """It was killed while it wrote the second round."""
     shutil.copytree(probed.out, tmp_path / "rates")
     lines = (probed.out / "rates.jsonl").read_text(encoding="utf-8").splitlines(True)
     (tmp_path / "rates" / "rates.jsonl").write_text("".join(lines[:9]) + lines[9][:50])
     flags = "--probe", "24", "--out", str(tmp_path / "rates")
-    done = run_as_user(tmp_path / "run", *flags, **settings_of(BATCH_SIZE=passes))
+    done = run_as_user(tmp_path / "run", *flags, **settings_of(BATCH_SIZE="2"))
     assert done.code == 0, done.errors
     for name in ("rates.jsonl", "train.jsonl", "test.jsonl"):
         assert (tmp_path / "rates" / name).read_bytes() == (probed.out / name).read_bytes()
@@ -335,15 +341,16 @@ def test_a_folder_of_something_else_is_refused_and_left_as_it_is(
     assert [(x.name, x.read_text()) for x in tmp_path.iterdir()] == [(file, text)]
 
 
-def test_a_probe_after_steps_has_the_settings_and_the_weights_of_the_run(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    assert run_as_user(run, **settings_of(LEARNING_RATE="3e-4", NUM_PRE_Q="4")).code == 0
+def test_a_probe_after_steps_has_the_settings_and_the_weights_of_the_run(
+    run_after_it: Path, tmp_path: Path
+) -> None:
+    run, flags = run_after_it, ("--probe", "12", "--out", str(tmp_path / "rates"))
     before = {file: file.stat().st_mtime_ns for file in run.rglob("*") if file.is_file()}
-    done = run_as_user(run, "--probe", "12", "--out", str(tmp_path / "rates"))
+    done = run_as_user(run, *flags)
     assert done.code == 0 and f"weights={run}/checkpoints/1\n" in done.lines, done.errors
-    assert " samples_per_question=4 " in done.lines
+    assert f" MAX_LENGTH_SAMPLE=32 ({run}/config.yaml) " in done.lines
     command = f"DATASET={tmp_path}/rates OUTPUT_DIR={tmp_path}/rates/run RESUME={run}/checkpoints "
     assert f", {command}python train_grpo.py --config {run}/config.yaml trains on" in done.lines
     assert {x: x.stat().st_mtime_ns for x in run.rglob("*") if x.is_file()} == before
-    changed = run_as_user(run, "--probe", "12", "--out", str(tmp_path / "rates"), SEED="1")
+    changed = run_as_user(run, *flags, SEED="1")
     assert changed.code == 2 and "SEED was 0 and is 1; set it back, or name" in changed.errors

@@ -20,7 +20,7 @@ from data import batch_indices
 from evaluation import answer_questions, pass_at, standard_error
 from fingerprint import result_fingerprint
 from infra import hosts, log, resume
-from infra.mistakes import UserMistake, exit_with_mistakes, import_optional, writing
+from infra.mistakes import UserMistake, import_optional, writing
 from metrics import PHASES, are_right, completion_entries, sample_table
 from model.params import Params, combine_params
 from rewards import BUILT_IN, repetition_penalty, reward_format, without_open_thought
@@ -28,7 +28,6 @@ from rollout import choose_groups, completion_texts, has_enough_groups, have_equ
 from rows import Batch
 from run import Run
 from startup import first_params, make_backend, open_teacher, set_up
-from tools.ask import NO_STEPS, find_weights, load_weights
 from train_grpo import groups_of_updates, with_logps
 from update import accumulate_gradients
 
@@ -57,30 +56,24 @@ CAUSES = {
 
 
 def probe_command(cfg: Config, flags: argparse.Namespace) -> None:
-    """Runs the command --probe. It locks no folder, and writes into that of --out alone."""
-    try:
-        hosts.start_jax(cfg.jax_compilation_cache_dir, cfg.init_timeout_s)
-        kept = {"steps": cfg.steps or 1, "eval_full_sweep": cfg.eval_full_sweep}
-        probe(replace(find_weights(cfg, required=False), **NO_STEPS | kept), flags)
-    except UserMistake as error:
-        exit_with_mistakes(error)
-
-
-def probe(cfg: Config, flags: argparse.Namespace) -> None:
-    """Samples the completions in rounds of as many questions as in training, and prints the lines
-    of the probe. Raises UserMistake."""
-    rules, run = import_optional("extras.report", "--probe"), set_up(cfg)
+    """Runs --probe: samples rounds of as many questions as in training, and prints what they say.
+    It locks no folder, and writes into that of --out alone. Raises UserMistake."""
+    ask = import_optional("tools.ask", "--probe")
+    rules = import_optional("extras.report", "--probe")
+    kept = {"steps": cfg.steps or 1, "eval_full_sweep": cfg.eval_full_sweep}
+    hosts.start_jax(cfg.jax_compilation_cache_dir, cfg.init_timeout_s)
+    cfg = replace(ask.find_weights(cfg, required=False), **ask.NO_STEPS | kept)
+    run = set_up(cfg)
     rollout = replace(run.rollout, eval_sampling=run.rollout.sampling)
     run = replace(run, cfg=replace(cfg, eval_samples=cfg.num_pre_q), rollout=rollout)
     pool, P, writes = run.train_prompts, run.sizes.prompts_per_step, jax.process_index() == 0
     indices = batch_indices(len(pool), min(flags.probe, len(pool)), 0, cfg.seed).tolist()
-    with hosts.raising_on_all_processes():
-        entries = read_rates(run, Path(flags.out)) if flags.out and writes else []
-    # The last round of an earlier start may have had fewer questions.
-    entries = entries[: len(indices) if len(entries) >= len(indices) else len(entries) // P * P]
-    done = int(hosts.gather_texts(str(len(entries)))[0])
     with contextlib.closing(make_backend(run)) as backend:
-        params, step = load_weights(run)
+        params, step = ask.load_weights(run)
+        with hosts.raising_on_all_processes():
+            start = (run, step, Path(flags.out), len(indices))
+            entries = read_rates(*start) if flags.out and writes else []
+        done = int(hosts.gather_texts(str(len(entries)))[0])
         began = time.perf_counter()
         backend.update_weights(params)
         for i in range(done, len(indices), P):
@@ -203,16 +196,18 @@ def describe(run: Run, entries: Rows, step: int, seconds: float, rules: Any) -> 
             constant += f"{name} gives {x[0]:g} to every completion. "
     if len(entries) < rules.WINDOW:
         return [*lines, f"cause: none yet: it needs {rules.WINDOW} questions"]
+    teacher = run.cfg.teacher_path  # of it every token is a signal, whatever the rewards are
     holds = {  # a comparison with NaN is False
         "no_accuracy": np.isnan(right).all(),
         max({*symptoms} - {""}, key=symptoms.count, default=""): truncated >= 0.9,
         "constant_reward": constant,
         "format_never": no_format,
         # Completions count as right from a reward of 1 on, which a graded reward may never give.
-        "too_hard": pass_at_K <= 0.05 and log.mean_without_nan(rewards[:, 0]) <= 0.05,
+        "too_hard": pass_at_K <= 0.05 and np.nanmean(rewards[:, 0]) <= 0.05 and not teacher,
         "too_easy": accuracy >= 0.95,
     }
-    causes = [x for x in CAUSES if holds.get(x)] or ["no_signal"] * bool(signal.mean() <= 0.1)
+    causes = [name for name in CAUSES if holds.get(name)]
+    causes = causes or ["no_signal"] * bool(signal.mean() <= 0.1 and not teacher)
     chat, render = [[{"role": "user", "content": SENTINEL}]], rollout.chat_format.render
     if (prompt := render(chat)) == render(chat, add_generation_prompt=False):
         # Alone it is no mistake, because some templates have nothing before an answer.
@@ -245,11 +240,11 @@ def write_lines(file: Path, rows: Rows, adds: bool = False) -> None:
             lines.write(text)
 
 
-def read_rates(run: Run, folder: Path) -> Rows:
-    """The entries that an earlier start of this probe has written into the folder, which is made
-    if it is missing. Raises UserMistake if it has other files, or those of another probe."""
-    source, step = resume.find_checkpoints(run.cfg.resume)
-    weights = f"{source.folder}/{step or source.steps()[-1]}" if source else str(run.folder)
+def read_rates(run: Run, step: int, folder: Path, count: int) -> Rows:
+    """Up to `count` entries that an earlier start of this probe has written into the folder, which
+    is made if it is missing. step: of the weights. Raises UserMistake if the folder has other
+    files, or those of another probe."""
+    weights = f"{run.folder}, RESUME={run.cfg.resume}, {step} steps"
     made_with = result_fingerprint(run) | {"the weights": weights}
     with writing(f"--out {folder}", UserMistake):
         folder.mkdir(parents=True, exist_ok=True)
@@ -261,8 +256,11 @@ def read_rates(run: Run, folder: Path) -> Rows:
             raise UserMistake(f"{changes}; set it back, or name a new folder in --out")
     write_lines(folder / RECORD, [{"made_with": made_with}])
     entries = [*log.read_lines(folder / RATES)]
-    write_lines(folder / RATES, entries)  # without the half line that a kill may leave
-    return entries
+    if len(entries) < count:  # a kill may leave half a line, and the last round may have been small
+        P = run.sizes.prompts_per_step
+        entries = entries[: len(entries) // P * P]
+        write_lines(folder / RATES, entries)
+    return entries[:count]
 
 
 def write_dataset(run: Run, entries: Rows, folder: Path, config: str) -> str:
@@ -279,7 +277,6 @@ def write_dataset(run: Run, entries: Rows, folder: Path, config: str) -> str:
             if (messages := columns.pop("prompts", None)) and cfg.question_column == "question":
                 columns["question"] = messages
         write_lines(folder / f"{split}.jsonl", rows)
-    write_lines(folder / RATES, entries)
     command = f"DATASET={shlex.quote(str(folder))}"
     if cfg.resume not in ("auto", "never"):  # the weights are those of a run
         command += f" OUTPUT_DIR={shlex.quote(f'{folder}/run')} RESUME={shlex.quote(cfg.resume)}"

@@ -199,7 +199,7 @@ def describe(run: Run, entries: Rows, step: int, seconds: float, rules: Any) -> 
     teacher = run.cfg.teacher_path  # of it every token is a signal, whatever the rewards are
     holds = {  # a comparison with NaN is False
         "no_accuracy": np.isnan(right).all(),
-        max({*symptoms} - {""}, key=symptoms.count, default=""): truncated >= 0.9,
+        max(sorted({*symptoms} - {""}), key=symptoms.count, default=""): truncated >= 0.9,
         "constant_reward": constant,
         "format_never": no_format,
         # Completions count as right from a reward of 1 on, which a graded reward may never give.

@@ -618,7 +618,7 @@ def resolved_choices(run: Run) -> dict[str, str]:
     }
 
 
-def export(run: Run, out: Path, params: Params, is_done: bool) -> None:
+def export(run: Run, out: Path, params: Params, is_done: bool = True) -> None:
     """Writes the trained model as a Hugging Face folder, or the adapters as a PEFT folder, and then
     uploads the folder if PUSH_TO_HUB names a repository, and the run is done. Raises Unwritable."""
     later = [x for x in ("EVAL_FULL_SWEEP", "PUSH_TO_HUB") if getattr(run.cfg, x.lower())]

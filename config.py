@@ -64,6 +64,9 @@ TINY_YIELDS = [  # any size that the user sets hides those of recipes/tiny.yaml
     (("num_pre_q", "num_mini_batches", *MICRO_SETTINGS), MICRO_SIZES),
 ]
 
+TAG_NAMES = r"(?!(\w+),\1$)[A-Za-z]\w*,[A-Za-z]\w*"  # a pattern of ANSWER_TAGS
+TAG_READERS = ("reward_correct", "exact_match", "reward_format", "tag_count_reward")
+
 # `setting_field` for each group in YAML. A resumed run may change the settings that are not
 # fixed_on_resume, as long as its files, prompts and sizes stay the same.
 in_model = functools.partial(setting_field, "model", fixed_on_resume=False)
@@ -174,6 +177,9 @@ class Config:
     dynamic_sampling: bool = in_rollout(False, "Sample until P groups have unequal rewards.")
     dynamic_sampling_max_rounds: int = in_rollout(4, "Maximum sampling rounds a step.", at_least=1)
 
+    answer_tags: str = free_in_reward(
+        "think,answer", "Two different names of tags, around reasoning and answer.", form=TAG_NAMES
+    )
     reward_weights: tuple[float, ...] = in_reward((), "Reward weights; empty: see rewards.py.")
     reward_fn: str = in_reward("", "Reward functions, such as my.py:name; empty: the default ones.")
     reward_timeout_s: float = free_in_reward(
@@ -315,6 +321,10 @@ class Config:
 
     def max_turns_or_default(self) -> int:
         return self.max_turns or (DEFAULT_TURNS if self.environment_class else 1)
+
+    def tag_names(self) -> tuple[str, ...]:
+        """The two names in ANSWER_TAGS."""
+        return tuple(self.answer_tags.split(","))
 
     def template_kwargs(self) -> dict[str, Any]:
         """CHAT_TEMPLATE_KWARGS as arguments. Raises ValueError if it is no JSON object."""
@@ -492,6 +502,9 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
         yield f"{loss_type} was published with {published}; the defaults are 0.2"
     if facts.limits == "distance" and not clips:
         yield f"{loss_type} drops no token with one update per step, and is then dapo"
+    reads_tags = not (cfg.system_prompt and cfg.reward_fn) or any(
+        name in cfg.reward_fn for name in TAG_READERS
+    )
     engine_settings = " ".join(name for name in vars(cfg) if name.startswith("sglang_jax_"))
     for names, has_effect, reason in (
         ("lora_alpha lora_targets lora_base_copy export_lora", has_adapters, no_adapters),
@@ -505,6 +518,7 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
         ("distill_coef reward_coef", cfg.teacher_path, "TEACHER_PATH="),
         ("dynamic_sampling_max_rounds", cfg.dynamic_sampling, "DYNAMIC_SAMPLING=0"),
         ("overlong_cache", "soft_overlong_penalty" in cfg.reward_fn, f"REWARD_FN={cfg.reward_fn}"),
+        ("answer_tags", reads_tags, f"SYSTEM_PROMPT and REWARD_FN={cfg.reward_fn}"),
         ("wandb_mode", "wandb" in (cfg.report_to or "wandb"), f"REPORT_TO={cfg.report_to}"),
         ("eval_temperature", cfg.evaluates(), "no evaluation"),
         ("max_hours", cfg.steps, "STEPS=0"),

@@ -52,10 +52,9 @@ def result_fingerprint(run: Run) -> dict[str, str]:
             files += [run.adapters / lora.CONFIG, run.adapters / hf.ADAPTERS]
         fingerprints = [file_fingerprint(file) for file in files]
         values["the model's weights"] = json_digest(fingerprints)
-    if cfg.lora_base_dtype != "auto":
-        values["LORA_BASE_DTYPE"] = cfg.lora_base_dtype
-    if cfg.off_policy_mask_threshold:
-        values["OFF_POLICY_MASK_THRESHOLD"] = to_text(cfg.off_policy_mask_threshold)
+    for name in ("lora_base_dtype", "off_policy_mask_threshold", "answer_tags"):
+        if (value := getattr(cfg, name)) != getattr(type(cfg), name):  # older checkpoints have none
+            values[name.upper()] = to_text(value)
     if run.teacher_folder:
         files = [run.teacher_folder / "config.json", *run.teacher_folder.glob("*.safetensors")]
         fingerprints = [file_fingerprint(file) for file in sorted(files)]

@@ -9,6 +9,7 @@ file, which a reward worker runs.
 Dimensions: `completions` of one call, `functions` of the run.
 """
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -25,6 +26,7 @@ inside <answer> </answer>. Use exactly this form:
 <think>your reasoning</think>
 <answer>your number</answer>"""
 
+TAG_NAMES = ("think", "answer")
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 Rewards = list[float | None]  # a reward per completion; None: the function does not apply
 RewardFunction = Callable[..., Rewards]
@@ -211,6 +213,34 @@ def marked_answer(text: str) -> str | None:
         elif brace[0] == "}" and starts and (closed := starts.pop()):
             start, end = closed, brace.start()
     return text[start:end] if start else None
+
+
+def rename_tags(text: str, old: Sequence[str], new: Sequence[str]) -> str:
+    """The text with the tags of the names `old` under the names `new`. Tags that have a new name
+    already get an old one, so that renaming them back restores the text."""
+    freed = [name for name in new if name not in old]
+    taken = [name for name in old if name not in new]
+    renamed = dict(zip([*old, *freed], [*new, *taken], strict=True))
+    tag = rf"(?<=<)(/?)({'|'.join(map(re.escape, renamed))})(?=>)"
+    return re.sub(tag, lambda found: found[1] + renamed[found[2]], text)
+
+
+def with_tags(function: RewardFunction, names: Sequence[str]) -> RewardFunction:
+    """A function of this file that reads the tags of ANSWER_TAGS, `names`, as <think> and <answer>.
+    A <think> is still a thought of the model, which is no answer before it is closed."""
+    if tuple(names) == TAG_NAMES:
+        return function
+
+    def read(text: str) -> str:
+        return rename_tags(without_open_thought(text), names, TAG_NAMES)
+
+    @functools.wraps(function)
+    def reward(completions: list[str], **columns: list) -> Rewards:
+        return function([read(text) for text in completions], **columns)
+
+    if hasattr(function, "extract_answer"):
+        reward.extract_answer = lambda text: function.extract_answer(read(text))
+    return reward
 
 
 def reference_number(answer: object) -> Fraction | None:
@@ -405,18 +435,20 @@ def load_reward_functions(
     overlong_cache: int,
     workers: dict[str, RewardWorker],
     dataset: str = "",
+    answer_tags: Sequence[str] = TAG_NAMES,
 ) -> list[RewardFunction]:
     """The functions that REWARD_FN names, in its order; without names those of DEFAULTS.
 
     reward_fn: names separated by commas, each of a function of this file or file.py:name.
     timeout_s: REWARD_TIMEOUT_S, the time limit of each call to a function of a file. max_length,
     overlong_cache: tokens, see overlong_penalty. workers: {file: its worker}, to which the workers
-    of further files are added. dataset: DATASET, see load_reward_function.
+    of further files are added. dataset: DATASET, see load_reward_function. answer_tags: the names
+    of the tags that the functions of this file read, see with_tags.
     Raises UserMistake for an unknown name, a missing file, or a file that does not load.
     """
     entries = reward_entries(reward_fn)
     functions = (*BUILT_IN, overlong_penalty(max_length, overlong_cache))
-    known = {function.__name__: function for function in functions}
+    known = {function.__name__: with_tags(function, answer_tags) for function in functions}
     for entry in entries:
         file, _, name = entry.rpartition(":")
         if entry not in known and not (file.endswith(".py") and name.isidentifier()):

@@ -6,6 +6,7 @@ Cheap checks come first. The mistakes of a user end in a UserMistake with a line
 """
 
 import dataclasses
+import inspect
 import math
 import os
 import time
@@ -234,12 +235,19 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     if cfg.reward_fn or not (cfg.environment_class or cfg.loss_type == "sft"):
         cache = cfg.overlong_cache or cfg.max_length_sample // 5
         functions = rewards.load_reward_functions(
-            cfg.reward_fn, cfg.reward_timeout_s, cfg.max_length_sample, cache, workers, cfg.dataset
+            cfg.reward_fn,
+            cfg.reward_timeout_s,
+            cfg.max_length_sample,
+            cache,
+            workers,
+            cfg.dataset,
+            cfg.tag_names(),
         )
     prefix_messages = read_prefix_messages(cfg.system_prompt)
 
     folder, adapters, model, tokenizer = open_model(cfg)
-    default = [{"role": "system", "content": rewards.SYSTEM_PROMPT}]
+    prompt = rewards.rename_tags(rewards.SYSTEM_PROMPT, rewards.TAG_NAMES, cfg.tag_names())
+    default = [{"role": "system", "content": prompt}]
     chat_format = ChatFormat(tokenizer, prefix_messages, default, kwargs=cfg.template_kwargs())
     stop_ids = find_stop_ids(folder, chat_format, model.vocab_size)
     stopping = Stopping(cfg.max_length_sample, stop_ids, pad_id=stop_ids[0])
@@ -255,7 +263,7 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     def read_prompts(split: str) -> list[data.Prompt]:
         examples = [example] if example else load_split(cfg, split, functions)
         prompts = prompts_of_split(cfg, examples, chat_format, model, split)
-        if rewards.reward_correct in functions and not example:
+        if rewards.reward_correct in map(inspect.unwrap, functions) and not example:
             raise_if_no_number(cfg.dataset, split, [prompt.columns["answer"] for prompt in prompts])
         return prompts
 
@@ -412,11 +420,12 @@ def note_untold_tags(run: Run) -> None:
     """Prints how many prompts do not ask for the tags that a reward function counts."""
     cfg, rollout = run.cfg, run.rollout
     weights = zip(rollout.functions, rollout.reward_weights, strict=True)
-    tags = (rewards.reward_format, rewards.tag_count_reward)
-    names = [function.__name__ for function, weight in weights if function in tags and weight]
+    counting = {rewards.reward_format, rewards.tag_count_reward}
+    names = [f.__name__ for f, weight in weights if inspect.unwrap(f) in counting and weight]
+    tag = f"<{cfg.tag_names()[1]}>"
     for split, prompts in (cfg.train_split, run.train_prompts), (cfg.eval_split, run.eval_prompts):
         chats = (rollout.chat_format.messages_of(prompt.columns) for prompt in prompts)
-        untold = (not any("<answer>" in message["content"] for message in chat) for chat in chats)
+        untold = (not any(tag in message["content"] for message in chat) for chat in chats)
         if names and cfg.loss_type != "sft" and (count := sum(untold)):
             reason = f"do not ask for the tags that {' and '.join(names)} count"
             remedy = "ask for them in SYSTEM_PROMPT, or set another REWARD_FN"

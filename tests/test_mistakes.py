@@ -201,6 +201,13 @@ TAGS = [  # examples, settings, the functions that are named
         "reward_",
     ),
     (asked(FORM, ("user", "")), {}, ""),
+    (
+        asked(FORM, ("user", "")),
+        {"ANSWER_TAGS": "think,result"},
+        "reward_format and tag_count_reward",
+    ),
+    (asked(FORM, ("user", "")), {"ANSWER_TAGS": "reasoning,answer"}, ""),
+    (with_answer, {"ANSWER_TAGS": "reasoning,result"}, ""),
     (asked(("user", "")), {"SYSTEM_PROMPT": FORM[1]}, ""),
     (asked(("user", "2?"), ("assistant", "<answer>2</answer>"), ("user", "")), {}, ""),
     (asked(("user", "")), {"REWARD_FN": "reward_correct"}, ""),

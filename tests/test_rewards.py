@@ -323,6 +323,34 @@ def test_the_format_is_all_or_nothing_and_the_tags_count_a_quarter_each(
     assert rewards.tag_count_reward([completion], answer=["#### 72"]) == [tags]
 
 
+NAMES = [
+    ("reasoning", "answer"),
+    ("think", "result"),
+    ("reasoning", "solution"),
+    ("answer", "think"),
+]
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_answer_tags_rename_the_tags_of_the_prompt_and_of_all_built_in_functions(names) -> None:
+    thought, result = names
+    right = f"<{thought}>3 + 4 = 7, not 8</{thought}>\n<{result}>7</{result}>"
+    asked = f"<{thought}>your reasoning</{thought}>\n<{result}>your number</{result}>"
+    renamed = rewards.rename_tags(rewards.SYSTEM_PROMPT, rewards.TAG_NAMES, names)
+    assert renamed.endswith(asked) and renamed.count("<") == 8
+    functions = rewards.load_reward_functions(
+        "reward_correct,exact_match,reward_format,tag_count_reward", 1, 9, 0, {}, "", names
+    )
+    swapped = f"<{result}>7</{result}>\n<{thought}>8</{thought}>"
+    texts = [right, right + " 8", swapped, f"<{result}>7</{result}> 8"]
+    expected = [[1, 1, 1, 1], [1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 1, 0.5]]
+    assert [function(texts, answer=["7"] * 4) for function in functions] == expected
+    answers = [
+        functions[0].extract_answer(text) for text in (right, "<think>7", "<think>7</think>8")
+    ]
+    assert answers == [7, None, 8 if thought != "answer" else 7]
+
+
 REPEATED = ["<answer>", "</answer>", "</think>\n<answer>", "9", "1,", "-", "- ", "1/", "1 ", "1 1/"]
 REPEATED += ["1,111,", ".", "1.", "1e", "^{", "= -", " ", r"\frac{1", "\N{MINUS SIGN}", SPACE]
 REPEATED += ["<think>", "</think>", "1, 00", ", 00", "00 ", "(", "B)", "B) C ", "*B"]

@@ -225,7 +225,8 @@ def waiting_for_processes() -> Iterator[None]:
     if jax.process_count() == 1:
         yield
         return
-    client, name = distributed.global_state.client, f"wait_{next(_barriers)}"
+    client: Any = distributed.global_state.client
+    name = f"wait_{next(_barriers)}"
     week_ms = 7 * 24 * 3600 * 1000  # the service ends the wait when a process is gone
     try:
         yield

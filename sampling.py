@@ -112,7 +112,7 @@ class NaiveBackend:
             shard_batch(sequence_ids, compute.layout),
             shard_batch(earlier_tokens, compute.layout),
             key,
-            width=stage_ends(stopping.max_length_sample, compute.layer_loop)[0],
+            width=stage_ends(stopping.max_length_sample)[0],
             sampling=sampling,
             stopping=stopping,
         )._replace(prompt=map_kv(lambda x: x if isinstance(x, KV) else None, prefix))
@@ -174,7 +174,7 @@ def decode_all(
     drop: sequences that have ended are dropped, and the batch shrinks to sizes of smaller_batches.
     """
     T, finished = stopping.max_length_sample, []
-    ends = stage_ends(T, compute.layer_loop)
+    ends = stage_ends(T)
     sizes = smaller_batches(len(decoding.done) // compute.layout.batch_shards) if drop else []
 
     def finish(sequence_ids: jax.Array, outputs: dict[str, jax.Array], t: int) -> None:
@@ -205,21 +205,21 @@ def decode_all(
                 decoding = widen(decoding, end=ends[ends.index(t) + 1])
 
 
-def stage_ends(T: int, layer_loop: str) -> list[int]:
+def stage_ends(T: int) -> list[int]:
     """The number of tokens at which each stage of decoding ends; the last one ends at T.
 
-    The caches of unrolled layers grow from stage to stage, so that attention reads few slots that
-    are not written yet. A stacked cache would be in memory twice while it grows, so it has a single
-    stage. A program is compiled for each: there are at most STAGES, of at least STAGE_TOKENS.
+    The caches grow from stage to stage, so that attention reads few slots that are not written yet;
+    slices of caches of T tokens would do so on TPUs, but CPUs would copy them for every token. A
+    program is compiled for each stage: there are at most STAGES, of at least STAGE_TOKENS.
     """
-    stages = max(min(STAGES, T // STAGE_TOKENS), 1) if layer_loop == "unroll" else 1
+    stages = max(min(STAGES, T // STAGE_TOKENS), 1)
     return [math.ceil(T * (i + 1) / stages) for i in range(stages)]
 
 
 def smaller_batches(count: int) -> list[int]:
     """The sizes to which the `count` sequences of a shard may shrink, in descending order.
 
-    A decode is compiled for each size, and with unrolled layers for each stage in which it runs.
+    A decode is compiled for each size, and for each stage in which it runs.
     With these sizes and geometric lengths, decoding computes 1.2 tokens for each real one.
     """
     fractions = (3 / 4, 1 / 2, 3 / 8, 1 / 4, 1 / 8, 1 / 16)

@@ -340,6 +340,28 @@ def test_supervised_training_has_two_programs(model: Path) -> None:
     assert programs["micro_step"].arguments[2].ids.shape == (1, 4 * (128 + 128))
 
 
+@needs_compiler
+@pytest.mark.parametrize(
+    "name, K, expected",
+    [
+        ("v6e-8", "8", {"widen"}),
+        ("v6e-1", "3", {"widen", "drop_sequences"}),
+        ("v6e-1", "4", {"drop_sequences"}),
+    ],
+)
+def test_caches_that_grow_are_planned_where_they_may_need_more_than_drop_sequences(
+    model: Path, name: str, K: str, expected: set[str]
+) -> None:
+    """With the last of four stages: the old cache has 3/4 of the slots of the new one."""
+    env = SMALL | {"MODEL_PATH": str(model), "NUM_PRE_Q": K, "MAX_LENGTH_SAMPLE": "1024"}
+    env |= {"BATCH_SIZE": "1", "EVAL_EVERY_STEPS": "0"}
+    programs = list_programs(plan.make_plan(Config.from_env(env), name))
+    assert {"widen", "drop_sequences"} & {*programs} == expected
+    if "widen" in programs:
+        [state], static = programs["widen"].arguments, programs["widen"].static
+        assert (state.width(), static) == (768, {"end": 1024})
+
+
 def test_a_teacher_stays_in_memory_and_has_a_program(model: Path, tmp_path: Path) -> None:
     teacher = tmp_path / "teacher"
     teacher.mkdir()

@@ -54,13 +54,16 @@ from model.placement import num_params, plan_compute, raise_if_too_long, rollout
 from optimizer import abstract_state, apply_update
 from rows import Batch, MicroBatch, RowLimits, pack
 from sampling import (
+    Decoding,
     Stopping,
     begin_decoding,
     decode,
     drop_sequences,
     prefill,
     smaller_batches,
+    stage_ends,
     sync_weights,
+    widen,
 )
 from startup import (
     make_eval_sampling,
@@ -461,23 +464,28 @@ def rollout_programs(
     key, fewest = jax.eval_shape(jax.random.key, 0), array(mesh, (), jnp.int32)
     static = {"sampling": sampling, "stopping": Stopping(T, stop_ids=(0, 1), pad_id=0)}
     prefix = prefill.eval_shape(weights, rollout, prompt_ids, prompt_mask)
-    state = begin_decoding.eval_shape(
-        rollout, prompt_ids, prompt_mask, prefix, sequence_ids, earlier, key, width=T, **static
-    )
     # In stacked keys and values the dimension of layers comes before that of sequences.
     kv_axes = (None, batch_axes) if rollout.layer_loop == "scan" else (batch_axes,)
     prompt = map_kv(lambda x: x if isinstance(x, KV) else None, prefix)
-    state = on_mesh(state, batch_axes)._replace(
-        prompt=on_mesh(prompt, *kv_axes), completion=on_mesh(state.completion, *kv_axes)
-    )
+
+    def decoding(width: int) -> Decoding:
+        arguments = rollout, prompt_ids, prompt_mask, prefix, sequence_ids, earlier, key
+        state = begin_decoding.eval_shape(*arguments, width=width, **static)
+        return on_mesh(state, batch_axes)._replace(
+            prompt=on_mesh(prompt, *kv_axes), completion=on_mesh(state.completion, *kv_axes)
+        )
+
+    state = decoding(T)
     arguments = weights, rollout, prompt_ids, prompt_mask
     programs = {
         "prefill": Program(prefill, arguments, rest, PASS_SIZES),
         "decode": Program(decode, (weights, rollout, state, fewest), rest, PASS_SIZES, static),
     }
+    rest += bytes_per_device(weights)
+    if sequences < 4 * shards and (ends := stage_ends(T)[:-1]):  # or drop_sequences is larger
+        programs["widen"] = Program(widen, (decoding(ends[-1]),), rest, PASS_SIZES, {"end": T})
     if plan.cfg.drops_ended() and sequences > shards:
         static = {"size": smaller_batches(sequences // shards)[0]}  # when some first leave
-        rest += bytes_per_device(weights)
         arguments = rollout, state
         programs["drop_sequences"] = Program(drop_sequences, arguments, rest, PASS_SIZES, static)
     return programs

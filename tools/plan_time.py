@@ -175,7 +175,7 @@ def work_of_phases(plan: Plan, mean: float, kernels: int = 0) -> dict[str, np.nd
         live, sampled = sequences * computed / T, lengths(sequences, computed)
         # Sequences that stay when others leave the batch get copies of their prompts.
         prompts = live if computed < T else sequences / sampled[1].shape[1]
-        keys = live * np.mean(stage_ends(T, rollout.layer_loop)) + prompts * plan.S
+        keys = live * np.mean(stage_ends(T)) + prompts * plan.S
         steps = T * sizes.passes_per_step
         work["rollout"] = rollout_work(rollout, sampled, steps, keys, sequences=live)
         if rollout.layer_loop == "scan" and training.layout.mesh.devices.flat[0].platform != "tpu":

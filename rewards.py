@@ -225,6 +225,11 @@ def rename_tags(text: str, old: Sequence[str], new: Sequence[str]) -> str:
     return re.sub(tag, lambda found: found[1] + renamed[found[2]], text)
 
 
+def system_prompt(names: Sequence[str]) -> str:
+    """SYSTEM_PROMPT with the tags of ANSWER_TAGS, `names`."""
+    return rename_tags(SYSTEM_PROMPT, TAG_NAMES, names)
+
+
 def with_tags(function: RewardFunction, names: Sequence[str]) -> RewardFunction:
     """A function of this file that reads the tags of ANSWER_TAGS, `names`, as <think> and <answer>.
     A <think> is still a thought of the model, which is no answer before it is closed."""

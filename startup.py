@@ -234,20 +234,14 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     # Otherwise environments give the rewards, or supervised training needs none.
     if cfg.reward_fn or not (cfg.environment_class or cfg.loss_type == "sft"):
         cache = cfg.overlong_cache or cfg.max_length_sample // 5
+        limits = cfg.reward_timeout_s, cfg.max_length_sample, cache
         functions = rewards.load_reward_functions(
-            cfg.reward_fn,
-            cfg.reward_timeout_s,
-            cfg.max_length_sample,
-            cache,
-            workers,
-            cfg.dataset,
-            cfg.tag_names(),
+            cfg.reward_fn, *limits, workers, cfg.dataset, cfg.tag_names()
         )
     prefix_messages = read_prefix_messages(cfg.system_prompt)
 
     folder, adapters, model, tokenizer = open_model(cfg)
-    prompt = rewards.rename_tags(rewards.SYSTEM_PROMPT, rewards.TAG_NAMES, cfg.tag_names())
-    default = [{"role": "system", "content": prompt}]
+    default = [{"role": "system", "content": rewards.system_prompt(cfg.tag_names())}]
     chat_format = ChatFormat(tokenizer, prefix_messages, default, kwargs=cfg.template_kwargs())
     stop_ids = find_stop_ids(folder, chat_format, model.vocab_size)
     stopping = Stopping(cfg.max_length_sample, stop_ids, pad_id=stop_ids[0])

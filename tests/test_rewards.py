@@ -336,7 +336,7 @@ def test_answer_tags_rename_the_tags_of_the_prompt_and_of_all_built_in_functions
     thought, result = names
     right = f"<{thought}>3 + 4 = 7, not 8</{thought}>\n<{result}>7</{result}>"
     asked = f"<{thought}>your reasoning</{thought}>\n<{result}>your number</{result}>"
-    renamed = rewards.rename_tags(rewards.SYSTEM_PROMPT, rewards.TAG_NAMES, names)
+    renamed = rewards.system_prompt(names)
     assert renamed.endswith(asked) and renamed.count("<") == 8
     functions = rewards.load_reward_functions(
         "reward_correct,exact_match,reward_format,tag_count_reward", 1, 9, 0, {}, "", names

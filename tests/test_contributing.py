@@ -133,6 +133,20 @@ def test_files_that_people_copy_alone_import_nothing_of_ours_that_imports_jax(mo
 
 
 @pytest.mark.style
+def test_only_families_py_asks_for_a_family_of_models_by_its_name() -> None:
+    """And the engine, which has some of them; tools, recipes and tiny/ name models."""
+    family = re.compile("gemma|qwen|mistral|smollm|granite", re.I)
+    files = {name: file for name, file in code().items() if room(name) in ROOMS["extras"]}
+    asking = set()
+    for name, file in files.items():
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            word = str(getattr(node, "id", getattr(node, "attr", getattr(node, "value", ""))))
+            if family.search(word) and " " not in word:
+                asking.add(name)
+    assert asking == {"model.families", "extras.sglang"}
+
+
+@pytest.mark.style
 def test_what_computes_takes_values_and_not_the_settings() -> None:
     for name in "data loss loss_pallas metrics rewards sampling update".split():
         assert "config" not in imported(code()[name]), name

@@ -160,9 +160,10 @@ def rollout_mesh_text(cfg: ComputeSettings, rollout: ComputeConfig) -> str:
     """The mesh of the rollout, as ROLLOUT_MESH_SHAPE writes it; an engine has all devices of
     its host on tp."""
     mesh = rollout.layout.mesh
-    local = devices_per_process(mesh.devices.ravel().tolist())
-    is_naive = cfg.rollout_backend == "naive"
-    return mesh_text(mesh) if is_naive else f"{mesh.size // local},1,{local}"
+    if cfg.rollout_backend == "naive":
+        return mesh_text(mesh)
+    local = devices_per_process([*mesh.devices.flat])
+    return f"{mesh.size // local},1,{local}"
 
 
 def choose_attention(

@@ -93,7 +93,7 @@ def settings(folder: Path, model: str, **more: str) -> dict[str, str]:
 
 
 @functools.cache
-def engine_run(folder: Path, model: str = "qwen2", tokens: str = "12") -> Result:
+def engine_run(folder: Path, model: str, tokens: str) -> Result:
     given = settings(folder, model, MAX_LENGTH_SAMPLE=tokens)
     return train(folder / f"{model}_engine", **given, **ENGINE)
 
@@ -154,7 +154,7 @@ def test_a_run_with_the_engine_that_is_stopped_and_killed_ends_like_the_undistur
     second.kill()
     second.communicate()
     assert finish(start(out, given | ENGINE, 1), out).code == 0
-    assert metric_records(out) == metric_records(engine_run(folder).out)
+    assert metric_records(out) == metric_records(engine_run(folder, "qwen2", "12").out)
 
 
 # Prints how many bytes come and go with a pass of the engine.
@@ -237,7 +237,7 @@ def test_the_engines_of_two_processes_sample_what_naive_samples_there_and_what_o
         assert len(ours.completions) == 3 * 4 + 3 * 4  # of three steps and three evaluations
         assert_same(ours, theirs)
         assert ours.errors == ""
-    [first, second], one = two_engines, engine_run(folder)
+    [first, second], one = two_engines, engine_run(folder, "qwen2", "12")
     assert sorted(first.completions + second.completions) == sorted(one.completions)
     assert_same(first._replace(completions=one.completions), one)
 
@@ -357,6 +357,7 @@ def test_the_engine_of_a_second_host_has_its_chips_and_their_memory(monkeypatch)
     monkeypatch.setattr(jax, "devices", lambda *_: chips)
     monkeypatch.setattr(jax, "local_devices", lambda *_, **__: chips[4:])
     monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "device_count", Mock(side_effect=AssertionError("of all processes")))
     replaced = (scheduler, "create_device_mesh"), (model_runner, "get_available_device_memory")
     for module, name in replaced:  # by import_engine
         monkeypatch.setattr(module, name, getattr(module, name))

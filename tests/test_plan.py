@@ -529,6 +529,8 @@ def test_an_engine_decodes_with_all_devices_on_tp(model: Path) -> None:
     two_hosts = plan.make_plan(Config.from_env(SMALL | env), "v4-16")
     of_one, of_two = (work_of_phases(x, 128)["rollout"] for x in (made, two_hosts))
     assert of_two[1:].tolist() == of_one[1:].tolist()
+    memory = [plan.engine_memory(x, 2**40, 0).temporaries for x in (made, two_hosts)]
+    assert memory[0] == memory[1] > num_params(made.rollout.model) * 2 / 4
 
 
 # ---- The table of docs/plan.md -------------------------------------------------------------------

@@ -185,6 +185,10 @@ class Config:
     reward_timeout_s: float = free_in_reward(
         10.0, "Time limit of a reward call, in seconds.", above=0, at_most=10**6
     )
+    reward_model_path: str = free_in_reward("", "Folder or hub id of reward_model; empty: none.")
+    judge_prompt: str = free_in_reward("", "Prompt file of a judge; see docs/scorer.md.")
+    judge_words: str = free_in_reward("Yes,No", "A judge's yes and no.", form="[^,]+,[^,]+")
+    judge_template_kwargs: str = free_in_reward("", "CHAT_TEMPLATE_KWARGS of a judge.")
     overlong_cache: int = in_reward(
         0, "Last tokens that soft_overlong_penalty punishes; 0: MAX_LENGTH_SAMPLE / 5."
     )
@@ -326,9 +330,12 @@ class Config:
         """The two names in ANSWER_TAGS."""
         return tuple(self.answer_tags.split(","))
 
-    def template_kwargs(self) -> dict[str, Any]:
-        """CHAT_TEMPLATE_KWARGS as arguments. Raises ValueError if it is no JSON object."""
-        kwargs = json.loads(self.chat_template_kwargs or "{}")
+    def has_reward_model(self) -> bool:
+        return "reward_model" in re.split(r"\s*,\s*", self.reward_fn.strip())
+
+    def template_kwargs(self, name: str = "chat_template_kwargs") -> dict[str, Any]:
+        """This setting as arguments. Raises ValueError if it is no JSON object."""
+        kwargs = json.loads(getattr(self, name) or "{}")
         if not isinstance(kwargs, dict):
             raise ValueError("it is not an object")
         return kwargs
@@ -451,14 +458,23 @@ def contradictions(cfg: Config) -> Iterator[str]:
         task, *arguments = re.split(r"[?&]+", text)
         command = shlex.join(["python", "recipes/gym.py", task, f"runs/{task}", *arguments])
         yield f"DATASET={cfg.dataset}: write these questions to a folder; run {command}"
-    try:
-        cfg.template_kwargs()
-    except ValueError as error:
-        reason = f'is no JSON object such as {{"enable_thinking": false}}: {error}'
-        yield f"CHAT_TEMPLATE_KWARGS={cfg.chat_template_kwargs} {reason}"
     if cfg.max_hours and cfg.steps and not cfg.save_every_steps:
         reason = "ends a start, and SAVE_EVERY_STEPS=0 saves nothing for the next one"
         yield f"MAX_HOURS={cfg.max_hours:g} {reason}; set SAVE_EVERY_STEPS"
+    for name in ("chat_template_kwargs", "judge_template_kwargs"):
+        try:
+            cfg.template_kwargs(name)
+        except ValueError as error:
+            reason = f'is no JSON object such as {{"enable_thinking": false}}: {error}'
+            yield f"{name.upper()}={getattr(cfg, name)} {reason}"
+    functions = f"REWARD_FN={cfg.reward_fn}"
+    if cfg.has_reward_model() and not cfg.reward_model_path:
+        yield f"{functions}: reward_model needs REWARD_MODEL_PATH, the folder or hub id of a model"
+    if cfg.has_reward_model() and cfg.environment_class:
+        yield f"{functions}: reward_model scores a single turn; leave it or ENVIRONMENT_CLASS out"
+    if re.match(r"\s*reward_model\s*(,|$)", cfg.reward_fn) and cfg.evaluates():
+        reason = "evaluations count the rewards of 1 of the first function; put one that gives them"
+        yield f"{functions}: {reason} before reward_model, or set EVAL_EVERY_STEPS=0"
     if "://" in cfg.output_dir + cfg.export_hf:
         yield "OUTPUT_DIR and EXPORT_HF are folders of this machine; CHECKPOINT_DIR may be gs://"
     if cfg.push_to_hub and (cfg.export_hf == "none" or not cfg.steps):
@@ -505,6 +521,7 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
     reads_tags = not (cfg.system_prompt and cfg.reward_fn) or any(
         name in cfg.reward_fn for name in TAG_READERS
     )
+    judge_settings = "judge_prompt judge_words judge_template_kwargs"
     engine_settings = " ".join(name for name in vars(cfg) if name.startswith("sglang_jax_"))
     for names, has_effect, reason in (
         ("lora_alpha lora_targets lora_base_copy export_lora", has_adapters, no_adapters),
@@ -516,6 +533,8 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
         ("off_policy_mask_threshold", differs_from_sampler, "one update per step"),
         ("kl_estimator kl_bias_correction", cfg.beta, "BETA=0"),
         ("distill_coef reward_coef", cfg.teacher_path, "TEACHER_PATH="),
+        ("reward_model_path", cfg.has_reward_model(), f"REWARD_FN={cfg.reward_fn}"),
+        (judge_settings, cfg.reward_model_path, "REWARD_MODEL_PATH="),
         ("dynamic_sampling_max_rounds", cfg.dynamic_sampling, "DYNAMIC_SAMPLING=0"),
         ("overlong_cache", "soft_overlong_penalty" in cfg.reward_fn, f"REWARD_FN={cfg.reward_fn}"),
         ("answer_tags", reads_tags, f"SYSTEM_PROMPT and REWARD_FN={cfg.reward_fn}"),

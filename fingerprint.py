@@ -56,11 +56,11 @@ def result_fingerprint(run: Run) -> dict[str, str]:
         if (value := getattr(cfg, name)) != getattr(type(cfg), name):  # older checkpoints have none
             values[name.upper()] = to_text(value)
     if run.teacher_folder:
-        files = [run.teacher_folder / "config.json", *run.teacher_folder.glob("*.safetensors")]
-        fingerprints = [file_fingerprint(file) for file in sorted(files)]
-        values["the teacher's weights"] = json_digest(fingerprints)
+        values["the teacher's weights"] = weights_digest(run.teacher_folder)
         values["DISTILL_COEF"] = to_text(cfg.distill_coef)
         values["REWARD_COEF"] = to_text(cfg.reward_coef)
+    for function in run.rollout.functions:  # reward_model
+        values |= getattr(function, "fingerprint", dict)()
     if cfg.chat_template_kwargs:
         values["CHAT_TEMPLATE_KWARGS"] = json.dumps(cfg.template_kwargs(), sort_keys=True)
     values |= hosts.changed_random_numbers()
@@ -118,6 +118,12 @@ def file_fingerprint(file: Path) -> list[Any]:
     content = np.memmap(file, mode="r")
     pieces = content[: 2**20], content[:: max(len(content) // 4096, 1)], content[-(2**20) :]
     return [file.name, len(content), short_digest(b"".join(x.tobytes() for x in pieces))]
+
+
+def weights_digest(folder: Path) -> str:
+    """Of the config.json and the weights of a model's folder."""
+    files = [folder / "config.json", *folder.glob("*.safetensors")]
+    return json_digest([file_fingerprint(file) for file in sorted(files)])
 
 
 def code_digest(root: Path) -> str:

@@ -257,6 +257,8 @@ def completion_record(prefix: str, rollout: RolloutConfig, batch: Batch) -> dict
     record = _spread(f"{prefix}reward/total", batch.rewards, "mean", "std", "min", "max")
     for function, column in zip(rollout.functions, batch.function_rewards.T, strict=True):
         record[f"{prefix}reward/func/{function.__name__}/mean"] = mean_without_nan(column)
+        metrics = getattr(function, "take_metrics", dict)()  # of reward_model
+        record |= {f"{prefix}reward/model/{name}": value for name, value in metrics.items()}
     is_scored = ~np.isnan(batch.function_rewards[:, 0])  # [B]
     if not is_scored.all():  # The accuracy is that of the others.
         record[f"{prefix}reward/scored_frac"] = is_scored.mean()

@@ -374,7 +374,9 @@ def total_rewards(
     Raises UserMistake if a returned list is wrong, or a total too large.
     """
     function_rewards = np.full((len(completions), len(functions)), np.nan)
-    for column, function in enumerate(functions):
+    # reward_model comes last: on several processes it waits until all of them have called it.
+    order = sorted(enumerate(functions), key=lambda pair: pair[1].__name__ == "reward_model")
+    for column, function in order:
         returned = function(completions, **columns)
         function_rewards[:, column] = _as_floats(function, returned, len(completions))
     applies, K = ~np.isnan(function_rewards), completions_per_prompt or len(completions)
@@ -441,19 +443,21 @@ def load_reward_functions(
     workers: dict[str, RewardWorker],
     dataset: str = "",
     answer_tags: Sequence[str] = TAG_NAMES,
+    reward_model: RewardFunction | None = None,
 ) -> list[RewardFunction]:
     """The functions that REWARD_FN names, in its order; without names those of DEFAULTS.
 
     reward_fn: names separated by commas, each of a function of this file or file.py:name.
     timeout_s: REWARD_TIMEOUT_S, the time limit of each call to a function of a file. max_length,
-    overlong_cache: tokens, see overlong_penalty. workers: {file: its worker}, to which the workers
-    of further files are added. dataset: DATASET, see load_reward_function. answer_tags: the names
-    of the tags that the functions of this file read, see with_tags.
+    overlong_cache: tokens, see overlong_penalty; 0: a fifth of max_length. workers: {file: its
+    worker}, to which those of further files are added. dataset: DATASET, see load_reward_function.
+    answer_tags: see with_tags. reward_model: None if it is not among the names.
     Raises UserMistake for an unknown name, a missing file, or a file that does not load.
     """
     entries = reward_entries(reward_fn)
-    functions = (*BUILT_IN, overlong_penalty(max_length, overlong_cache))
+    functions = (*BUILT_IN, overlong_penalty(max_length, overlong_cache or max_length // 5))
     known = {function.__name__: with_tags(function, answer_tags) for function in functions}
+    known |= {"reward_model": reward_model} if reward_model else {}
     for entry in entries:
         file, _, name = entry.rpartition(":")
         if entry not in known and not (file.endswith(".py") and name.isidentifier()):

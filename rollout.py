@@ -96,6 +96,7 @@ def complete(
             first = i * completions_per_prompt
             ids_of_pass = sequence_ids[first : first + sequences_per_pass]
             passes.append(run_pass(ids, width, ids_of_pass, None))
+            begin_rewards(rollout, local_prompts[i : i + prompts_per_pass], passes[-1])
             bar.update(sequences_per_pass)
     completions = concatenate_trees(passes)
     if rollout.environments is None:
@@ -124,6 +125,17 @@ def completion_texts(
         completion_text(prompts[i // K].ids, *tokens, tokenizer, rollout.stopping.stop_ids)
         for i, tokens in enumerate(zip(*arrays, strict=True))
     ]
+
+
+def begin_rewards(
+    rollout: RolloutConfig, prompts: list[data.Prompt], completions: Completions
+) -> None:
+    """Calls `prefetch` of the files of REWARD_FN with the completions of a pass, if they define it.
+    Raises UserMistake."""
+    begins = {f.prefetch.__name__: f.prefetch for f in rollout.functions if hasattr(f, "prefetch")}
+    if begins and rollout.environments is None:  # else the worker is busy with them
+        settings = {"functions": [*begins.values()], "reward_weights": [0.0] * len(begins)}
+        reward_completions(dataclasses.replace(rollout, **settings), prompts, completions)
 
 
 def reward_completions(

@@ -166,6 +166,9 @@ def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
         run = with_teacher(make_run(cfg, example))
         fingerprint = process_fingerprint(run)
     hosts.raise_if_processes_differ(fingerprint)
+    for function in run.rollout.functions:
+        if hasattr(function, "prepare"):  # reward_model
+            function.prepare(run.rollout.chat_format, run.train_prompts + run.eval_prompts)
     if not example:
         note_untold_tags(run)
         # An environment reads all columns: the same text may begin different episodes.
@@ -233,11 +236,10 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     functions = []
     # Otherwise environments give the rewards, or supervised training needs none.
     if cfg.reward_fn or not (cfg.environment_class or cfg.loss_type == "sft"):
-        cache = cfg.overlong_cache or cfg.max_length_sample // 5
-        limits = cfg.reward_timeout_s, cfg.max_length_sample, cache
-        functions = rewards.load_reward_functions(
-            cfg.reward_fn, *limits, workers, cfg.dataset, cfg.tag_names()
-        )
+        scorer = open_scorer(cfg).read_scorer(cfg, sizes) if cfg.has_reward_model() else None
+        limits = cfg.reward_timeout_s, cfg.max_length_sample, cfg.overlong_cache
+        options = workers, cfg.dataset, cfg.tag_names(), scorer
+        functions = rewards.load_reward_functions(cfg.reward_fn, *limits, *options)
     prefix_messages = read_prefix_messages(cfg.system_prompt)
 
     folder, adapters, model, tokenizer = open_model(cfg)
@@ -493,6 +495,10 @@ def with_teacher(run: Run) -> Run:
 
 def open_teacher(cfg: Config) -> ModuleType:
     return import_optional("extras.teacher", f"TEACHER_PATH={cfg.teacher_path}")
+
+
+def open_scorer(cfg: Config) -> ModuleType:
+    return import_optional("extras.scorer", f"REWARD_MODEL_PATH={cfg.reward_model_path}")
 
 
 def open_reviewer(out: Path, log: RunLog) -> Callable[[str, str], dict[str, Any]]:

@@ -53,6 +53,7 @@ ENTROPY, TRUNCATED = "train-other/entropy", "train-seq_len/completion/hit_max_fr
 ZERO_ADVANTAGES = "train-reward/advantage/zero_frac"
 DRIFT = "train-other/sampling_logp_difference/mean"
 EVAL_ACCURACY, EVAL_LOSS = "eval/accuracy", "eval/loss"
+TOO_LONG, OF_SCORER = "train-reward/model/too_long_frac", "train-reward/func/reward_model/mean"
 SCORED = "reward/scored_frac"  # of eval/ and eval_full/, if completions are not scored
 
 Record = dict[str, Any]  # a line of a .jsonl file, or all settings: any value of JSON or YAML
@@ -119,6 +120,10 @@ RULES = {
     "all_truncated": (
         "Nearly all completions are cut off before they end. Raise MAX_LENGTH_SAMPLE or, if they "
         "ended at the start of the run, lower LEARNING_RATE."
+    ),
+    "too_long_for_scorer": (
+        "A growing share of the completions is too long for REWARD_MODEL_PATH and has no score, so "
+        "that the policy may escape its scores by length. Lower MAX_LENGTH_SAMPLE."
     ),
     "entropy_collapsed": (
         "The policy has become almost deterministic before it was right, so it tries nothing new. "
@@ -221,12 +226,14 @@ def triggered_rules(history: History) -> list[str]:
         holds |= {
             "no_accuracy": np.isnan(train_accuracy) or (evals and np.isnan(after)),
             "all_truncated": mean_over(last, TRUNCATED) >= 0.9,
+            "too_long_for_scorer": mean_over(last, TOO_LONG) > mean_over(first, TOO_LONG) + 0.01,
             "entropy_collapsed": (
                 mean_over(last, ENTROPY) < 0.1 * mean_over(first, ENTROPY) and train_accuracy < 0.7
             ),
             "all_wrong": (
                 train_accuracy <= 0.02
                 and not (after > 0.02 or reward_of_first > 0.02 or has_teacher)
+                and functions[:1] != [OF_SCORER]  # its scores may all be below 0
             ),
             # Many groups of a policy that is mostly right have equal rewards.
             "no_signal": (
@@ -480,7 +487,8 @@ def print_comparison(names: list[str], histories: list[History]) -> None:
     measures = [text for key, text in differences.items() if key in MEASURES]
     first, second = (run.run_json.get("made_with", {}) for run in histories)  # the fingerprints
     for key in first | second:
-        if key.startswith("the file of REWARD_FN") and first.get(key) != second.get(key):
+        is_measure = key.startswith(("the file of REWARD_FN", "the scorer's", "the text of JUDGE"))
+        if is_measure and first.get(key) != second.get(key):
             measures.append(key)
     if measures:
         print(f"note: the metrics of both runs are not comparable: {', '.join(measures)}")

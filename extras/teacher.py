@@ -10,9 +10,8 @@ different numbers of rows beyond the tokenizer's tokens. These rows are padding,
 ever drawn; a teacher's additional ones are not read.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -20,13 +19,13 @@ from tokenizers import Tokenizer
 
 from config import Config
 from infra.chips import attribute_oom_to
-from infra.mistakes import UserMistake, reading
+from infra.mistakes import UserMistake, naming, reading
 from infra.sizes import Sizes
 from model import hf
 from model.layout import mesh_text
 from model.network import ComputeConfig
 from model.params import ModelConfig
-from model.placement import num_params, plan_compute, raise_if_too_long
+from model.placement import gib_per_device, num_params, plan_frozen, raise_if_too_long
 from update import LearnerConfig
 
 
@@ -38,7 +37,7 @@ def read_teacher(
     vocab_size: of the student. S: as for plan_compute. longest: tokens of the longest prompt.
     Raises UserMistake for a model that cannot judge the student.
     """
-    with naming_teacher(cfg.teacher_path):
+    with naming("TEACHER_PATH", cfg.teacher_path):
         folder = hf.fetch_model(cfg.teacher_path)
         model, tokens = hf.read_config(folder), read_tokens(folder)
         hf.check_weights(folder, model, len(tokens))
@@ -48,16 +47,6 @@ def read_teacher(
     mesh, size = mesh_text(compute.layout.mesh), f"{gib_per_device(compute):.2f} GiB on each device"
     print(f"teacher={folder} parameters={num_params(model) / 1e6:.2f}M mesh={mesh} ({size})")
     return folder, compute
-
-
-@contextlib.contextmanager
-def naming_teacher(teacher_path: str) -> Iterator[None]:
-    """Lets the mistakes in this context name TEACHER_PATH and not MODEL_PATH."""
-    try:
-        yield
-    except UserMistake as error:
-        text = str(error).replace("MODEL_PATH=", "")
-        raise UserMistake(f"TEACHER_PATH={teacher_path}: {text}") from None
 
 
 def read_tokens(folder: Path) -> dict[int, str]:
@@ -86,17 +75,9 @@ def plan_teacher(
 ) -> ComputeConfig:
     """How the teacher is computed: on MESH_SHAPE and in the dtype of training. vocab_size: of the
     student. Raises UserMistake."""
-    # It samples nothing, so the rollout's settings need not suit it.
-    cfg = dataclasses.replace(cfg, rollout_mesh_shape="auto", rollout_backend="naive")
-    compute, *_ = plan_compute(cfg, model, sizes, S, devices)
+    compute = plan_frozen(cfg, model, sizes, S, devices)
     rows = min(model.vocab_size, vocab_size)
     return compute._replace(model=dataclasses.replace(model, vocab_size=rows))
-
-
-def gib_per_device(compute: ComputeConfig) -> float:
-    mesh = compute.layout.mesh
-    shards = mesh.shape["fsdp"] * mesh.shape["tp"]
-    return num_params(compute.model) * compute.dtype.itemsize / shards / 2**30
 
 
 def load_weights(teacher: LearnerConfig, folder: Path) -> LearnerConfig:

@@ -57,6 +57,17 @@ def reading(mistake: str) -> Iterator[None]:
         raise UserMistake(f"{mistake}: {in_one_line(error)}") from None
 
 
+@contextlib.contextmanager
+def naming(setting: str, path: str) -> Iterator[None]:
+    """Lets the mistakes in this context about a model name this setting and not MODEL_PATH."""
+    try:
+        yield
+    except UserMistake as error:
+        text = str(error).replace("MODEL_PATH=", "").replace("MODEL_PATH (or CHAT_TEMPLATE): ", "")
+        text = text.partition(", or set CHAT_TEMPLATE")[0]  # it is the policy's
+        raise UserMistake(f"{setting}={path}: {text}") from None
+
+
 def import_optional(module: str, setting: str) -> ModuleType:
     """An optional module, such as "extras.turns". setting: the setting or the flag that
     needs it, with its value.
@@ -102,6 +113,7 @@ CALLED = {
     "NUM_PRE_Q": "NUM_GENERATIONS GROUP_SIZE ROLLOUT_N rollout.n",
     "MAX_LENGTH_SAMPLE": "MAX_COMPLETION_LENGTH MAX_RESPONSE_LENGTH MAX_NEW_TOKENS MAX_LEN_SAMPLE",
     "REWARD_FN": "REWARD_FUNCS REWARD_FUNC",
+    "REWARD_MODEL_PATH": "REWARD_MODEL_NAME_OR_PATH REWARD_PRETRAIN",
     "ENVIRONMENT_CLASS": "ENVIRONMENT_FACTORY",
     "STEPS": "MAX_STEPS NUM_STEPS TOTAL_STEPS TOTAL_TRAINING_STEPS TRAIN_STEPS TRAINING_STEPS "
     "NUM_TRAIN_STEPS MAX_TRAIN_STEPS",
@@ -182,8 +194,9 @@ NOT_SETTINGS = {
 AMBIGUOUS = {"MODEL": "MODEL_PATH", "MODEL_NAME": "MODEL_PATH", "DATASET_NAME": "DATASET"}
 AMBIGUOUS |= {"TRAIN_BATCH_SIZE": "ROLLOUT_GLOBAL_BATCH_SIZE", "RUN_NAME": "WANDB_NAME"}
 AMBIGUOUS |= {"MAX_TOKENS": "MAX_LENGTH_SAMPLE"}  # clients of LLMs read it, too
-# Environment names that start like this are never read as misspelt settings.
-FOREIGN = ("WANDB_", "JAX_", "HF_", "TPU_", "XLA_", "SGLANG_")
+# Environment names that start like this are never read as misspelt settings. JUDGE_MODEL is one of
+# recipes/judge.py.
+FOREIGN = ("WANDB_", "JAX_", "HF_", "TPU_", "XLA_", "SGLANG_", "JUDGE_MODEL")
 
 
 def describe_ignored_names(env: Mapping[str, str], known: Sequence[str] = ()) -> list[str]:

@@ -118,11 +118,12 @@ def load_reward_function(
     worker: RewardWorker, source: str, dataset: str = ""
 ) -> Callable[..., list[float | None]]:
     """The reward function of a user's file, "file.py:name", once the worker has loaded the file.
-    The function and its loading raise UserMistake. It has the file's extract_answer, if any, and
-    reads_answer: whether it needs the argument `answer`. dataset: the data_source of verl's
-    functions, for data without this column."""
+    The function and its loading raise UserMistake. It has the file's extract_answer and prefetch,
+    if any, and reads_answer: whether it needs the argument `answer`. dataset: the data_source of
+    verl's functions, for data without this column."""
     name, label = source.rpartition(":")[2], f"REWARD_FN {source}"
-    seconds, has_answers, reads_answer = worker.ask(label, "find", name, more_s=LOADING_S)
+    found = worker.ask(label, "find", name, more_s=LOADING_S)
+    seconds, has_answers, reads_answer, has_prefetch = found
 
     def rewards(completions: list[str], /, **columns: list) -> list[float | None]:
         """The rewards of the completions. columns: lists of the same length of JSON values."""
@@ -136,6 +137,14 @@ def load_reward_function(
         answers = label.removesuffix(name) + "extract_answer"
         extract_answer = functools.partial(worker.ask, answers, "extract_answer")
         rewards.__dict__["extract_answer"] = extract_answer
+
+    def prefetch(completions: list[str], /, **columns: list) -> list[float | None]:
+        """Lets the file begin what rewards will need; gives none."""
+        worker.ask(prefetch.__name__, "call", "prefetch", completions, columns)
+        return [None] * len(completions)
+
+    prefetch.__name__ = label.removesuffix(name) + "prefetch"
+    rewards.__dict__ |= {"prefetch": prefetch} if has_prefetch else {}
     return rewards
 
 
@@ -205,22 +214,23 @@ class _Server:
         self._seeds: list[int] = []  # SEED and the number of the round
         self._loop: Any = None  # clients of async functions may need the same event loop each time
 
-    def find(self, name: str) -> tuple[float, bool, bool]:
+    def find(self, name: str) -> tuple[float, bool, bool, bool]:
         """Loads the file. Returns the seconds that each completion of a call adds to its time
         limit: SECONDS_FOR_EACH_COMPLETION of the file, else 0; whether the file defines
-        extract_answer(text); and whether the function needs an argument `answer`. Raises
-        ValueError if the file does not define the function."""
+        extract_answer(text); whether the function needs an argument `answer`; and whether the file
+        defines prefetch. Raises ValueError if the file does not define the function."""
         if not callable(getattr(self._load(), name, None)):
             raise ValueError(f"{os.path.basename(self._file)} defines no function {name}")
         seconds = float(getattr(self._module, "SECONDS_FOR_EACH_COMPLETION", 0))
         answer = inspect.signature(getattr(self._module, name)).parameters.get("answer")
         reads_answer = answer is not None and answer.default is answer.empty
+        has_prefetch = callable(getattr(self._module, "prefetch", None))
         extract_answer: Any = getattr(self._module, "extract_answer", None)
         try:
             inspect.signature(extract_answer).bind("a text")
         except (TypeError, ValueError):  # it is missing, or takes something else
-            return seconds, False, reads_answer
-        return seconds, True, reads_answer
+            return seconds, False, reads_answer, has_prefetch
+        return seconds, True, reads_answer, has_prefetch
 
     def extract_answer(self, text: str) -> str | None:
         """The answer in a completion, as a text, which maj@n counts; None: no answer."""

@@ -100,6 +100,7 @@ class ModelConfig:
     # Fields of Layers, and the names of their tensors in files where they are not those of Llama.
     names: tuple[tuple[str, str], ...] = ()
     sees_images: bool = False  # transformers opens it with a vision tower, which is not read
+    has_score: bool = False  # a reward model: its lm_head is score.weight, [1, D]
 
     @property
     def num_periods(self) -> int:
@@ -214,11 +215,12 @@ def param_table(model: ModelConfig, layer_loop: str = "scan") -> Params:
     adapters = _adapter_table(layers, model, model.lora) if model.lora else None
     if model.lora and model.lora.int8_base:
         layers = jax.tree.map(_in_int8, layers)
+    head = None if model.tied else Leaf((V, D), ("tp", "fsdp"), "lm_head.weight")
     table = Params(
         embed=Leaf((V, D), ("tp", "fsdp"), "model.embed_tokens.weight"),
         layers=layers,
         final_norm=Leaf((D,), (None,), "model.norm.weight", kind="norm"),
-        lm_head=None if model.tied else Leaf((V, D), ("tp", "fsdp"), "lm_head.weight"),
+        lm_head=Leaf((1, D), (None, "fsdp"), "score.weight") if model.has_score else head,
         adapters=adapters,
     )
     if layer_loop == "scan":

@@ -128,6 +128,22 @@ def plan_compute(
     return training, rollout, f"; {reason}" if cfg.rollout_mesh_shape == "auto" else ""
 
 
+def plan_frozen(
+    cfg: ComputeSettings, model: ModelConfig, sizes: Sizes, S: int, devices: Sequence[jax.Device]
+) -> ComputeConfig:
+    """How a model that only judges is computed: on MESH_SHAPE and in the dtype of training. Raises
+    UserMistake."""
+    # It samples nothing, so the rollout's settings need not suit it.
+    cfg = dataclasses.replace(cfg, rollout_mesh_shape="auto", rollout_backend="naive")
+    return plan_compute(cfg, model, sizes, S, devices)[0]
+
+
+def gib_per_device(compute: ComputeConfig) -> float:
+    mesh = compute.layout.mesh
+    shards = mesh.shape["fsdp"] * mesh.shape["tp"]
+    return num_params(compute.model) * compute.dtype.itemsize / shards / 2**30
+
+
 def copies_base(
     cfg: ComputeSettings, training: ComputeConfig, devices: Sequence[jax.Device], tp: int
 ) -> bool:

@@ -40,8 +40,8 @@ def judge(completions: list, prompts: list, answer: list, **columns: list) -> li
     """The judge's scores, from 0 to 1, or None. Raises ConnectionError once a request fails, but
     for a text that the endpoint refuses only if it refuses all of them."""
     requests = [*map(make_request, prompts, answer, completions)]
-    pool = ThreadPoolExecutor(int(CONCURRENCY))  # `with` would wait for the rest after a failure
-    futures = {pool.submit(read_or_ask, request): request for request in dict.fromkeys(requests)}
+    prefetch(completions, prompts, answer)
+    futures = {BEGUN.pop(request): request for request in dict.fromkeys(requests)}
     answers, refused = {}, []
     for future in as_completed(futures):
         try:
@@ -58,6 +58,13 @@ def judge(completions: list, prompts: list, answer: list, **columns: list) -> li
         example = answers[requests[scores.index(None)]][-80:]
         print(f"judge: no score for {scores.count(None)} of {len(scores)}, such as {example!r}")
     return scores
+
+
+def prefetch(completions: list, prompts: list, answer: list, **columns: list) -> None:
+    """Begins the requests of a pass, while the next one is sampled."""
+    for request in map(make_request, prompts, answer, completions):
+        if request not in BEGUN:
+            BEGUN[request] = POOL.submit(read_or_ask, request)
 
 
 def make_request(prompt: str | list, answer: str, completion: str | list) -> str:
@@ -126,3 +133,5 @@ if not re.fullmatch(r"[1-9]\d*", CONCURRENCY):
     raise ValueError(f"JUDGE_CONCURRENCY={CONCURRENCY!r} is not a whole number of at least 1")
 ask(make_request("1 + 1?", "2", "2"), WAITS_S[:1], 25)  # Loading may take 60 s in all.
 CACHE.mkdir(parents=True, exist_ok=True)
+BEGUN: dict = {}  # {request: its future} until `judge` has used it
+POOL = ThreadPoolExecutor(int(CONCURRENCY))

@@ -358,6 +358,12 @@ LORA_BASE_DTYPE=int8 ROLLOUT_BACKEND=sglang_jax -> LORA_BASE_DTYPE=int8 has no f
 MAX_TURNS=2 -> MAX_TURNS=2 needs an ENVIRONMENT_CLASS
 REPORT_TO=trackio,wandb WANDB_MODE=disabled -> REPORT_TO=trackio,wandb needs W&B, and WANDB_MODE=
 ENVIRONMENT_CLASS=a.py:A ROLLOUT_BACKEND=sglang_jax -> ROLLOUT_BACKEND=sglang_jax samples comple
+REWARD_FN=exact_match,reward_model -> REWARD_FN=exact_match,reward_model: reward_model needs REWARD_M
+REWARD_FN=reward_model,exact_match REWARD_MODEL_PATH=r -> REWARD_FN=reward_model,exact_match: eval
+REWARD_FN=reward_model REWARD_MODEL_PATH=r EVAL_EVERY_STEPS=0 EVAL_FULL_SWEEP=1 -> REWARD_FN=reward_
+REWARD_FN=exact_match,reward_model REWARD_MODEL_PATH=r ENVIRONMENT_CLASS=a.py:A -> REWARD_FN=exact_m
+JUDGE_TEMPLATE_KWARGS=[1] -> JUDGE_TEMPLATE_KWARGS=[1] is no JSON object such as {"enable_thinking"
+JUDGE_WORDS=Yes -> JUDGE_WORDS='Yes' does not have the right form
 """
 TASK = "reasoning_gym:gcd?max_value=9&value_type=[a]"
 CONTRADICTIONS += f"""DATASET={TASK} -> DATASET={TASK}: write these questions to a folder; run \
@@ -379,6 +385,9 @@ LOSS_TYPE=dppo_tv OFF_POLICY_MASK_THRESHOLD=0.5 TOP_P=0.9
 LOSS_TYPE=dppo_tv TOP_P=0.9 SAMPLING_SUPPORT=full ROLLOUT_BACKEND=sglang_jax
 REPORT_TO=tensorboard,trackio WANDB_MODE=disabled
 REPORT_TO=trackio,tensorboard,wandb WANDB_MODE=offline
+REWARD_FN=exact_match,reward_model REWARD_MODEL_PATH=r
+REWARD_FN=reward_model,exact_match REWARD_MODEL_PATH=r EVAL_EVERY_STEPS=0
+REWARD_FN=my.py:reward_model
 """
 
 
@@ -417,6 +426,10 @@ BATCH_SIZE=4 MODEL_PATH=m REWARD_COEF=0 -> REWARD_COEF=0.0 does nothing with TEA
 BATCH_SIZE=4 MODEL_PATH=m PUSH_TO_HUB_PRIVATE=0 -> PUSH_TO_HUB_PRIVATE=false does nothing with PUSH
 CHECKPOINT_DIR=gs://a/b SAVE_EVERY_STEPS=0 -> CHECKPOINT_DIR=gs://a/b gets no checkpoint with SAVE_
 STEPS=0 MAX_HOURS=9 SAVE_EVERY_STEPS=0 -> MAX_HOURS=9.0 does nothing with STEPS=0
+BATCH_SIZE=4 MODEL_PATH=m REWARD_MODEL_PATH=r -> REWARD_MODEL_PATH=r does nothing with REWARD_FN=
+BATCH_SIZE=4 MODEL_PATH=m JUDGE_PROMPT=p.txt -> JUDGE_PROMPT=p.txt does nothing with REWARD_MODEL_PATH=
+BATCH_SIZE=4 MODEL_PATH=m JUDGE_WORDS=A,B -> JUDGE_WORDS=A,B does nothing with REWARD_MODEL_PATH=
+BATCH_SIZE=4 MODEL_PATH=m JUDGE_TEMPLATE_KWARGS={} -> JUDGE_TEMPLATE_KWARGS={} does nothing with
 """
 NO_NOTES = """
 CHECKPOINT_DIR=gs://a/b SAVE_EVERY_STEPS=1
@@ -432,6 +445,7 @@ MODEL_PATH=m BATCH_SIZE=4 REPORT_TO=trackio,wandb WANDB_MODE=offline
 MODEL_PATH=m BATCH_SIZE=4 SYSTEM_PROMPT=p ANSWER_TAGS=a,b REWARD_FN=a.py:f,exact_match
 MODEL_PATH=m BATCH_SIZE=4 ANSWER_TAGS=a,b REWARD_FN=a.py:f
 MODEL_PATH=m BATCH_SIZE=4 TEACHER_PATH=t REWARD_COEF=0 DISTILL_COEF=0.5
+MODEL_PATH=m BATCH_SIZE=4 JUDGE_URL=u JUDGE_MODEL=j JUDGE_API_KEY=k JUDGE_CONCURRENCY=3
 """
 
 

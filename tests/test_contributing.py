@@ -38,7 +38,9 @@ ROOMS = {
 }
 # The only imports of optional modules, each within a function or for a flag.
 OPTIONAL_IMPORTS = {
-    "startup": {f"extras.{name}" for name in "hub report sglang teacher trackers turns".split()},
+    "startup": {
+        f"extras.{name}" for name in "hub report scorer sglang teacher trackers turns".split()
+    },
     "train_grpo": {"tools.plan", "tools.ask", "tools.probe"},
     "train_sft": {"tools.plan"},
 }

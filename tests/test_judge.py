@@ -1,22 +1,40 @@
 """Claims about recipes/judge.py: what it asks an endpoint, and what it keeps. The endpoint is a
 stand-in on this machine, which is slow, fails and answers nonsense; the reward worker is real."""
 
+import dataclasses
 import json
 import os
+import signal
 import socket
 import threading
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import numpy as np
 import pytest
-from runs import REPO, environment, metric_records, run_as_user
+from runs import (
+    REPO,
+    environment,
+    few_examples,
+    finish,
+    metric_records,
+    run_as_user,
+    start,
+    wait_for,
+)
 
+from data import Prompt
+from infra.hosts import StopSignal
 from infra.mistakes import UserMistake
+from model.hf import load_tokenizer
 from rewards import RewardFunction, load_reward_functions
+from rollout import RolloutConfig, begin_rewards, complete, reward_completions
+from sampling import Completions, Stopping
 
 FILE = REPO / "recipes" / "judge.py"
 KEY = "sk-0123456789"
@@ -419,6 +437,157 @@ def test_a_judge_that_is_killed_during_a_call_has_kept_what_was_answered(
     with open_judge() as judge:
         assert judge([*"123456789"], **columns(9)) == [1.0] * 5 + [0.0] * 4
     assert endpoint.asked == Counter("123456789" + "67")
+
+
+# ---- prefetch ------------------------------------------------------------------------------------
+
+
+class SlowBackend:
+    """Samples completions of random tokens, a pass in `pass_s` seconds."""
+
+    def __init__(self, pass_s: float) -> None:
+        self.pass_s, self.rng = pass_s, np.random.default_rng(0)
+
+    def generate(
+        self, prompt_ids, prompt_mask, sequence_ids, key, sampling, earlier
+    ) -> Completions:
+        time.sleep(self.pass_s)
+        ids = self.rng.integers(100, 500, (len(sequence_ids), 6)).astype(np.int32)
+        lengths = np.full(len(ids), 6, np.int32)
+        return Completions(sequence_ids, ids, np.ones_like(ids), lengths, ids * 0.0, lengths)
+
+
+def rollout_of(*functions: RewardFunction) -> RolloutConfig:
+    """With what sampling by SlowBackend and rewards need."""
+    names = [field.name for field in dataclasses.fields(RolloutConfig)]
+    given = {"tokenizer": load_tokenizer(REPO / "tiny"), "functions": [*functions]}
+    given |= {"stopping": Stopping(6, (2,), 2), "stop_signal": StopSignal(), "global_length": 0}
+    return RolloutConfig(
+        **dict.fromkeys(names) | given | {"reward_weights": (1.0,) * len(functions)}
+    )
+
+
+def sample(rollout: RolloutConfig, pass_s: float, passes: int) -> tuple[list[Prompt], Completions]:
+    """Passes of two prompts with 16 completions each."""
+    prompts = [Prompt([5, 6, 7], {"question": "2 * 3?", "answer": "6"})] * 2 * passes
+    sizes = {"completions_per_prompt": 16, "prompts_per_pass": 2, "title": "rollout"}
+    return prompts, complete(rollout, SlowBackend(pass_s), prompts, None, None, **sizes)
+
+
+def test_all_rewards_but_those_of_the_last_pass_are_given_while_the_next_is_sampled(
+    endpoint: Endpoint,
+) -> None:
+    """A pass is sampled in 0.7 s; its 32 requests take 0.3 s each, and 16 are made at a time."""
+    endpoint.delay_s = 0.3
+    with open_judge() as judge:
+        rollout = rollout_of(judge)
+        began = time.monotonic()
+        judge([f"alone {i}" for i in range(32)], **columns(32))
+        of_one_pass = time.monotonic() - began
+        prompts, completions = sample(rollout, 0.7, 4)
+        began = time.monotonic()
+        rewards, _ = reward_completions(rollout, prompts, completions)
+        assert time.monotonic() - began < 1.2 * of_one_pass
+    assert (rewards == 1).all() and len(rewards) == 128
+    assert endpoint.asked.total() == len(endpoint.asked) == 160, "each text once"
+    assert endpoint.most_at_once == 16
+
+
+PREFETCHES = """
+BEGUN, CALLS = [], []
+def prefetch(completions, completion_ids, **columns):
+    BEGUN.append([*completions, *sorted(columns)])
+    if "fail" in completions:
+        raise ValueError("two\\nlines")
+    while "hang" in completions:
+        pass
+def first(completions, **columns):
+    CALLS.append(len(completions))
+    return [float(len(BEGUN))] * len(completions)
+def second(completions, **columns):
+    return [float(BEGUN[-1] == [*completions[-32:], *sorted(columns)][:-1]) for _ in completions]
+"""
+
+
+def test_prefetch_of_a_file_is_called_once_with_each_pass(tmp_path: Path) -> None:
+    """Also if two of its functions are named, and not with environments, whose worker is busy."""
+    (tmp_path / "mine.py").write_text(PREFETCHES)
+    names, workers = f"{tmp_path}/mine.py:first,{tmp_path}/mine.py:second", {}
+    functions = load_reward_functions(names, 30, 9, 2, workers)
+    with closing(*workers.values()):
+        rollout = rollout_of(*functions)
+        prompts, completions = sample(rollout, 0, 3)
+        _, rewards = reward_completions(rollout, prompts, completions)
+        assert (rewards[:, 0] == 3).all()
+        rollout = dataclasses.replace(rollout, environments=object())
+        begin_rewards(rollout, prompts, completions)
+        assert functions[0](["a"]) == [3.0]
+
+
+def test_a_prefetch_that_fails_or_hangs_is_one_line_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(PREFETCHES)
+    workers = {}
+    [function] = load_reward_functions(f"{tmp_path}/mine.py:first", 1, 9, 2, workers)
+    with closing(*workers.values()):
+        for text, reason in (
+            ("fail", "raised ValueError: two lines (mine.py:6)"),
+            ("hang", "is not done after 1 s; raise REWARD_TIMEOUT_S=1 or speed it up"),
+        ):
+            if text == "hang":
+                workers.clear()
+                names = f"{tmp_path}/mine.py:first"
+                [function] = load_reward_functions(names, 1, 9, 2, workers)
+            with pytest.raises(UserMistake) as error:
+                function.prefetch([text], completion_ids=[[1]])
+            assert str(error.value) == f"REWARD_FN {tmp_path}/mine.py:prefetch {reason}"
+    for worker in workers.values():
+        worker.close()
+
+
+FOUR_PASSES = environment(
+    """STEPS=2 BATCH_SIZE=2 ROLLOUT_GLOBAL_BATCH_SIZE=8 NUM_PRE_Q=4 MAX_LENGTH_SAMPLE=16
+    EVAL_EVERY_STEPS=1 EVAL_PROMPTS=20 TRAIN_MICRO_BATCH_SIZE=8 TEMPERATURE=3"""
+)
+
+
+def test_a_run_with_prefetch_has_the_records_of_one_without(
+    endpoint: Endpoint, tmp_path: Path
+) -> None:
+    endpoint.reply = lambda text, _: f"Score: {zlib.crc32(text.encode()) % 11 / 10}"
+    ends = []
+    for name, edits in (("with", []), ("without", [("def prefetch(", "def begin("), CALLED])):
+        (tmp_path / name).mkdir()
+        env = FOUR_PASSES | {"REWARD_FN": f"{edited(tmp_path / name, *edits)}:judge"}
+        done = run_as_user(tmp_path / name / "run", **env, DATASET=str(few_examples(40, 20)))
+        assert done.code == 0, done.errors
+        ends.append((metric_records(done.out), (done.out / "samples.jsonl").read_text()))
+        ends[-1] += (endpoint.asked.total(),)
+        endpoint.asked.clear()
+    assert ends[0] == ends[1] and len(ends[0][0]) == 5
+
+
+CALLED = (
+    "prefetch(completions, prompts, answer)\n    futures",
+    "begin(completions, prompts, answer)\n    futures",
+)
+
+
+def test_a_signal_saves_while_answers_are_awaited(endpoint: Endpoint, tmp_path: Path) -> None:
+    """A step of 96 passes has begun its first requests, each of which takes a minute."""
+    env = environment("BATCH_SIZE=1 ROLLOUT_GLOBAL_BATCH_SIZE=96 NUM_PRE_Q=2 EVAL_EVERY_STEPS=0")
+    env |= environment("STEPS=9 TEMPERATURE=3 PREEMPTION_GRACE_S=20 MAX_LENGTH_SAMPLE=32")
+    env |= {"REWARD_FN": f"{FILE}:judge", "REWARD_WEIGHTS": "1", "DATASET": str(REPO / "tiny")}
+    out = tmp_path / "run"
+    process = start(out, env | {"JUDGE_URL": endpoint.url, "JUDGE_MODEL": "stand-in"}, 1)
+    wait_for(process, r"^step=0 ")
+    endpoint.delay_s = 60
+    while not endpoint.at_once and process.poll() is None:
+        time.sleep(0.01)
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    stopped = finish(process, out)
+    assert stopped.code == 143 and "STOPPED: SIGTERM steps=1 saved_step=1" in stopped.lines
+    assert time.monotonic() - began < 20
 
 
 # ---- Mistakes ------------------------------------------------------------------------------------

@@ -38,6 +38,11 @@ OF_TURNS = {
 OF_TOP = {"train-other/support/cut_tokens", "train-other/exact_entropy"}
 OF_THE_RUN = OF_TOP | OF_TURNS | {"train-other/reverse_kl"}
 OF_THE_RUN |= {f"{name}reward/scored_frac" for name in ("train-", "eval/", "eval_full/")}
+OF_SCORER = {
+    f"{prefix}reward/model/{name}"
+    for prefix in ("train-", "eval/", "eval_full/")
+    for name in ("too_long", "too_long_frac", "words_probability")
+}
 OF_SFT = {"eval/loss", "eval_full/loss", "time/eval/loss_s", "time/eval_full/loss_s"}
 OF_OTHER_DEVICES = {"memory/device_peak_gib", "throughput/update/mfu"}
 OF_LOSS = ("loss_type", "is_mode")  # the settings on which the names depend
@@ -103,5 +108,5 @@ def test_the_other_names_are_those_of_all_objectives_and_of_other_devices() -> N
         )[1]
         found |= {f"train-other/{name}" for name in metrics}
     assert "train-other/is_weight/under_floor" in found
-    unusual = {*names_of(UNUSUAL)} - OF_SFT - OF_OTHER_DEVICES - OF_THE_RUN
+    unusual = {*names_of(UNUSUAL)} - OF_SCORER - OF_SFT - OF_OTHER_DEVICES - OF_THE_RUN
     assert found - {*names_of(USUAL)} == unusual

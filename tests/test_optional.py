@@ -24,6 +24,11 @@ NEEDED_BY = {
         "ENVIRONMENT_CLASS=recipes/guess.py:Guess",
     ),
     "extras/hub.py": ({"PUSH_TO_HUB": "me/model"}, [], "PUSH_TO_HUB=me/model"),
+    "extras/scorer.py": (
+        {"REWARD_MODEL_PATH": "tiny", "REWARD_FN": "reward_correct,reward_model"},
+        [],
+        "REWARD_MODEL_PATH=tiny",
+    ),
     "extras/teacher.py": ({"TEACHER_PATH": "tiny"}, [], "TEACHER_PATH=tiny"),
     "extras/trackers.py": ({"REPORT_TO": "tensorboard"}, [], "REPORT_TO=tensorboard"),
     "loss_pallas.py": (

@@ -381,6 +381,31 @@ def test_a_teacher_stays_in_memory_and_has_a_program(model: Path, tmp_path: Path
     assert [*work_of_phases(made, 64)] == ["rollout", "teacher", "update"]
 
 
+@pytest.mark.parametrize("kind, outputs", [("CausalLM", 8192), ("SequenceClassification", 1)])
+def test_a_scorer_stays_in_memory_and_has_a_program(
+    kind: str, outputs: int, model: Path, tmp_path: Path
+) -> None:
+    """The longest texts have 128 + 128 tokens and 64 of the template, in a bucket of 384."""
+    folder = tmp_path / "scorer"
+    folder.mkdir()
+    config = {"architectures": [f"Qwen2For{kind}"], "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(MODEL | config))
+    env = SMALL | {"MODEL_PATH": str(model), "TEACHER_PATH": str(model), "BATCH_SIZE": "8"}
+    more = {"REWARD_FN": "reward_correct,reward_model", "REWARD_MODEL_PATH": str(folder)}
+    plans = [plan.make_plan(Config.from_env(env | x), "v6e-8") for x in ({}, more)]
+    assert [*work_of_phases(plans[1], 64)] == ["rollout", "teacher", "scorer", "update"]
+    alone, scored = map(list_programs, plans)
+    assert [*scored] == [*[*alone][:-2], "scorer", "micro_step", "optimizer_step"]
+    weights, ids, *_ = scored["scorer"].arguments
+    size = 2 * (num_params(known_config(str(model))) + outputs * 256) / 8  # bfloat16, on 8 chips
+    assert plan.bytes_per_device(weights) == pytest.approx(size, rel=0.01)
+    for name, program in alone.items():
+        assert scored[name].rest - program.rest == plan.bytes_per_device(weights), name
+    assert ids.shape == (32, 384) and scored["scorer"].function.eval_shape(
+        *scored["scorer"].arguments
+    ).shape == (32, 2)
+
+
 # ---- The time of a step --------------------------------------------------------------------------
 
 NUMBERS = r"([\d.e-]+) to ([\d.e-]+)"

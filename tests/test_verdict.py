@@ -19,6 +19,7 @@ LOSS, NORM, PARAM_NORM = (f"train-other/{name}" for name in ("loss", "grad_norm"
 TOTAL, RIGHT, ENTROPY = "train-reward/total/mean", "train-reward/accuracy", "train-other/entropy"
 ZERO, CUT = "train-reward/advantage/zero_frac", "train-seq_len/completion/hit_max_frac"
 DRIFT = "train-other/sampling_logp_difference/mean"
+TOO_LONG, OF_SCORER = "train-reward/model/too_long_frac", "train-reward/func/reward_model/mean"
 SETTINGS = {"derived.drift_level": 0.001}
 SAMPLED = "train-other/dynamic_sampling"
 NAN = math.nan
@@ -103,6 +104,7 @@ SICK = [
     ("few_scored", history({}, evals=[(0, 0.4, 0.02), (20, 1.0, NAN)])),
     ("few_scored", history({}, n=1, evals=[(0, 0.7, 0.2, 9 / 500)])),
     ("all_truncated", history({CUT: 0.9})),
+    ("too_long_for_scorer", history({TOO_LONG: change(0.1, 0.12)})),
     ("entropy_collapsed", history({ENTROPY: change(1, 0.099), RIGHT: change(0.4, 0.69)})),
     ("all_wrong", history(WRONG | {GRADED: 0.02}, evals=[(0, 0.0, 0.0), (20, 0.02, 0.01)])),
     ("all_wrong", history(WRONG | {f"{SAMPLED}/accuracy": 0.0, RIGHT: 0.5})),
@@ -128,6 +130,8 @@ WELL = [
     ("no_accuracy", history({}, evals=[(0, NAN, NAN), (20, 0.6, 0.02)])),
     ("few_scored", history({}, evals=[(0, 0.4, 0.1, 9 / 500), (20, 0.6, 0.1, 10 / 500)])),
     ("all_truncated", history({CUT: 0.89})),
+    ("too_long_for_scorer", history({TOO_LONG: 0.5})),
+    ("all_wrong", history({RIGHT: 0.0, OF_SCORER: -3.0})),
     ("entropy_collapsed", history({ENTROPY: change(1, 0.101), RIGHT: change(0.4, 0.69)})),
     ("entropy_collapsed", history({ENTROPY: change(1, 0.01), RIGHT: change(0.4, 0.7)})),
     ("all_wrong", history(WRONG | {RIGHT: change(0.4, 0.021)})),

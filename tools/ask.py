@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from config import Config
+from config import Config, contradictions
 from data import as_messages, read_question
 from evaluation import EVAL_PHASES, answer_questions, evaluate
 from fingerprint import result_fingerprint
@@ -108,7 +108,8 @@ def ask(cfg: Config, example: dict[str, Any]) -> tuple[str, list[str]]:
     run = set_up(replace(cfg, **ONE_QUESTION), example)
     mistakes: dict[str, str] = {}
     functions = [noting_mistake(function, mistakes) for function in run.rollout.functions]
-    functions = functions if "answer" in example else []
+    if "answer" not in example:
+        functions = [x for x in functions if x.__name__ == "reward_model" and not x.reads_answer]
     weights = run.rollout.reward_weights[: len(functions)]
     run = replace(run, rollout=replace(run.rollout, functions=functions, reward_weights=weights))
     with contextlib.closing(make_backend(run)) as backend:
@@ -149,6 +150,8 @@ def answer_command(cfg: Config, flags: argparse.Namespace) -> None:
         hosts.start_jax(cfg.jax_compilation_cache_dir, cfg.init_timeout_s)
         cfg = replace(find_weights(cfg), **NO_STEPS)
         if flags.eval_only:
+            for line in contradictions(cfg):  # a run without evaluations may have others
+                raise UserMistake(line)
             evaluate_weights(cfg)
         else:
             example = {} if flags.answer is None else {"answer": flags.answer}

@@ -30,10 +30,11 @@ from jax.typing import DTypeLike
 from config import Config
 from data import Prompt
 from infra.chips import GPUS, OUT_OF_MEMORY_CODE, SLICES, usable_memory_bytes
-from infra.mistakes import UserMistake, exit_with_mistakes, in_one_line
+from infra.mistakes import UserMistake, exit_with_mistakes, in_one_line, naming
 from infra.sizes import (
     MICRO_SIZES,
     PASS_SIZES,
+    bucket_length,
     completions_per_prompt_in_shard,
     derive_sizes,
     divisors,
@@ -69,6 +70,7 @@ from startup import (
     make_eval_sampling,
     make_learner,
     make_sampling,
+    open_scorer,
     open_sglang,
     open_teacher,
     with_kernel,
@@ -79,6 +81,7 @@ from update import compute_logps_and_entropies, micro_step
 
 # ---- The plan ------------------------------------------------------------------------------------
 
+SCORER_TOKENS = 64  # assumed: what a scorer's template and tokenizer add to a text
 ASSUMED_PROMPT = 512  # tokens, if neither MAX_PROMPT_LENGTH nor GLOBAL_LENGTH is set
 
 
@@ -122,10 +125,15 @@ def make_plan(cfg: Config, slice_name: str) -> Plan:
     teacher = None
     if cfg.teacher_path and cfg.steps:
         teachers = open_teacher(cfg)
-        with teachers.naming_teacher(cfg.teacher_path):
+        with naming("TEACHER_PATH", cfg.teacher_path):
             models = known_config(cfg.teacher_path), model.vocab_size
             teacher = teachers.plan_teacher(cfg, *models, sizes, S, devices)
-    return Plan(cfg, sizes, training, rollout, hosts, S, mesh_reason, engine_tokens, teacher)
+    plan = Plan(cfg, sizes, training, rollout, hosts, S, mesh_reason, engine_tokens, teacher)
+    if not cfg.has_reward_model():
+        return plan
+    with naming("REWARD_MODEL_PATH", cfg.reward_model_path):
+        model = known_config(cfg.reward_model_path)
+        return plan._replace(scorer=open_scorer(cfg).plan_scorer(cfg, model, sizes, devices))
 
 
 # ---- The table -----------------------------------------------------------------------------------
@@ -386,6 +394,9 @@ def list_programs(plan: Plan) -> dict[str, Program]:
     if teacher := plan.teacher:
         arguments = teacher.layout.mesh, teacher.dtype, teacher.layer_loop
         frozen.append(abstract_params(teacher.model, *arguments))
+    if scorer := plan.scorer:
+        arguments = scorer.layout.mesh, scorer.dtype, scorer.layer_loop
+        frozen.insert(0, abstract_params(scorer.model, *arguments))
     held = bytes_per_device((state, frozen))
 
     copied = state.params if rollout.shares_base else params
@@ -426,6 +437,13 @@ def list_programs(plan: Plan) -> dict[str, Program]:
         limits = make_learner(cfg, plan.sizes, teacher, plan.S, pad_id=0).limits
         judged = micro_batch(plan._replace(training=teacher), limits)
         programs["teacher"] = score(frozen[-1], judged, teacher)
+    if scorer:
+        tokens = bucket_length(plan.S + cfg.max_length_sample + SCORER_TOKENS)
+        shape = plan.sizes.micro_batch_size * plan.processes, tokens
+        ids = array(scorer.layout.mesh, shape, jnp.int32, scorer.layout.batch_axes)
+        arguments = frozen[0], ids, ids, scorer, () if scorer.model.has_score else (0, 1)
+        rest, program = held - bytes_per_device(frozen[0]), open_scorer(cfg).score_last_tokens
+        programs["scorer"] = Program(program, arguments, rest, MICRO_SIZES)
     counts = dict.fromkeys(("num_tokens", "num_sequences", "num_top_tokens"), scalar)
     grad_sum = state.params if plan.sizes.grad_accum_steps > 1 else None
     static = {"objective": learner.objective, "temperature": cfg.temperature, "compute": training}
@@ -588,5 +606,7 @@ def known_config(path: str, revision: str = "") -> ModelConfig:
     name = ENDINGS.sub("", path)
     known = [full for full in KNOWN_MODELS if name in (full, full.rpartition("/")[2])]
     if Path(path).is_dir() or revision or not known:
-        return hf.read_config(hf.fetch_model(path, revision, ["config.json"]))
+        folder = hf.fetch_model(path, revision, ["config.json"])
+        kind = str(hf.read_json(folder / "config.json").get("architectures"))
+        return dataclasses.replace(hf.read_config(folder), has_score="Sequence" in kind)
     return parse_config(Path(known[0]), KNOWN_MODELS[known[0]])

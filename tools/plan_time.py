@@ -56,6 +56,7 @@ class Plan(NamedTuple):
     mesh_reason: str  # why ROLLOUT_MESH_SHAPE=auto is what it is
     engine_tokens: int  # tokens whose keys and values a serving engine holds; 0 without an engine
     teacher: ComputeConfig | None  # None: no teacher
+    scorer: ComputeConfig | None = None  # None: no reward_model
 
     def local_devices(self) -> int:
         return self.rollout.layout.mesh.size // self.processes
@@ -185,6 +186,9 @@ def work_of_phases(plan: Plan, mean: float, kernels: int = 0) -> dict[str, np.nd
         work["logps"] = passes * forward_work(training, trained)
     if plan.teacher:
         work["teacher"] = forward_work(plan.teacher, trained)
+    if plan.scorer:  # each text has a prompt of its own
+        texts = np.full(sizes.global_batch, plan.S + mean), np.zeros((sizes.global_batch, 1))
+        work["scorer"] = forward_work(plan.scorer, texts)
     # A row takes more sequences if they are shorter.
     micro_steps = cfg.num_mini_batches * np.ceil(sizes.grad_accum_steps * mean / T)
     update = update_work(training, trained, micro_steps) + micro_steps * np.array(

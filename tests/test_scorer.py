@@ -1,0 +1,435 @@
+"""REWARD_MODEL_PATH: the scores are TRL's, however they are computed, a run learns from them, and
+what cannot score is refused.
+
+goldens/scorer has four tiny random models, and the scores that TRL 1.16 and transformers 5.23 give
+to 16 conversations, in float64.
+
+`PYTHONPATH=. python tests/test_scorer.py FOLDER` writes a reward model that prefers short answers.
+"""
+
+import dataclasses
+import json
+import shutil
+import sys
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+import numpy as np
+import pytest
+from runs import (
+    REPO,
+    Result,
+    assert_same_run,
+    environment,
+    few_examples,
+    finish,
+    run_as_user,
+    start_run,
+    train,
+    train_two,
+    wait_for,
+)
+from safetensors.numpy import load_file, save_file
+from small_model import train_layout
+from test_hf import refused
+from test_reliability import wait_for_a_checkpoint_after
+
+from chat import ChatFormat
+from config import Config
+from data import Prompt
+from extras.scorer import Scorer, read_scorer
+from fingerprint import result_fingerprint
+from infra.sizes import derive_sizes
+from model import hf
+from rewards import total_rewards
+from run import Run
+from startup import set_up
+
+GOLDENS = Path(__file__).parent / "goldens" / "scorer"
+TRL = json.loads((GOLDENS / "scores.json").read_text(encoding="utf-8"))
+TEXTS = [conversation["completion"] for conversation in TRL["conversations"]]
+CHATS = [conversation["prompt"] for conversation in TRL["conversations"]]
+COLUMNS = {"question": [chat[-1]["content"] for chat in CHATS], "prompts": CHATS}
+TINY = REPO / "tiny"
+
+
+def write_scorer_of_lengths(folder: Path) -> Path:
+    """A reward model whose score is about 50 times the share of a text's tokens that begin a turn,
+    so that it falls with the length: its attention is the mean over all tokens."""
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.jsonl"))
+    D, V = 16, 576
+    sizes = {"hidden_size": D, "intermediate_size": D, "num_hidden_layers": 1, "head_dim": D}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": V}
+    kind = {"architectures": ["LlamaForSequenceClassification"], "model_type": "llama"}
+    values = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "rope_theta": 1e4}
+    config = kind | sizes | heads | values | {"tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    layer = "model.layers.0."
+    names = [f"self_attn.{x}_proj.weight" for x in "qkvo"]
+    names += [f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")]
+    tensors = {layer + name: np.zeros((D, D), np.float32) for name in names}
+    norms = (f"{layer}input_layernorm", f"{layer}post_attention_layernorm", "model.norm")
+    tensors |= {f"{name}.weight": np.ones(D, np.float32) for name in norms}
+    embed, score = np.zeros((V, D), np.float32), np.zeros((1, D), np.float32)
+    begin = hf.load_tokenizer(TINY).convert_tokens_to_ids("<|im_start|>")
+    embed[:, 0], embed[begin, 1], score[0, 2] = 1, 1, 50 / 8**0.5 / 4
+    tensors[layer + names[2]][2, 1] = tensors[layer + names[3]][2, 2] = 1  # of values, outputs
+    tensors |= {"model.embed_tokens.weight": embed, "score.weight": score}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+# ---- The scores ----------------------------------------------------------------------------------
+
+
+def settings_of(folder: Path, tmp_path: Path, **env: str) -> Config:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text(TRL["judge_prompt"])
+    given = {"REWARD_FN": "reward_correct,reward_model", "REWARD_MODEL_PATH": str(folder)}
+    if "judge" in folder.name:
+        given["JUDGE_PROMPT"] = str(prompt)
+    return Config.from_env(environment("NUM_PRE_Q=4 BATCH_SIZE=4 DTYPE=float32") | given | env)
+
+
+def scorer_of(
+    folder: Path, tmp_path: Path, mesh: tuple[int, ...] = (1, 1, 1), **env: str
+) -> Scorer:
+    """The scorer of a folder, with its weights on this mesh."""
+    cfg = settings_of(folder, tmp_path, **env)
+    scorer = read_scorer(cfg, derive_sizes(cfg, 1, 8))
+    scorer.compute = scorer.compute._replace(layout=train_layout(*mesh))
+    scorer.prepare(ChatFormat(None, []), [Prompt([1], {"question": "1 + 1?", "answer": "2"})])
+    return scorer
+
+
+def scores_of(scorer: Scorer, order: list[int] | None = None) -> np.ndarray:
+    order = [*range(len(TEXTS))] if order is None else order
+    columns = {name: [values[i] for i in order] for name, values in COLUMNS.items()}
+    return np.array(scorer([TEXTS[i] for i in order], trainer_state={}, **columns), float)
+
+
+JUDGES = {name: name.removesuffix("_thinking") for name in TRL["judgements"]}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", *JUDGES])
+def test_the_scores_are_those_of_trl_in_every_batch_order_and_mesh(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    golden, env = TRL["judgements"].get(name), {}
+    if golden:
+        env = {"JUDGE_TEMPLATE_KWARGS": json.dumps(golden["template_kwargs"])}
+    scorer = scorer_of(GOLDENS / JUDGES.get(name, name), tmp_path, **env)
+    scores, printed = scores_of(scorer), capsys.readouterr().out
+    metrics = scorer.take_metrics()
+    assert metrics.pop("too_long") == metrics.pop("too_long_frac") == 0
+    if golden:
+        np.testing.assert_allclose(scores, golden["p_yes"], atol=1e-5)
+        np.testing.assert_allclose(np.log(scores / (1 - scores)), golden["log_odds"], atol=1e-4)
+        probability = np.mean(golden["mass"])
+        assert metrics == {"words_probability": pytest.approx(probability, rel=1e-4)}
+        assert f"JUDGE_WORDS=Yes,No have probability {probability:.2g}: the judge would" in printed
+    else:
+        np.testing.assert_allclose(scores, TRL["scores"][name], atol=1e-4)
+        assert metrics == {}
+        # What other readings of the text would give is far away.
+        for other in ("scores_of_the_last_token", "scores_with_a_second_bos"):
+            if name == "llama":
+                assert abs(scores - TRL[other][name]).max() > 0.2
+    note = "as in TRL the token before the final '<|im_end|>', its pad token, is scored: here '.'"
+    assert (note in printed) == (name == "llama")
+
+    scorer.compute = scorer.compute._replace(layout=train_layout(2, 2, 2))
+    scorer.params, scorer.batch_size = None, 8
+    scorer.prepare(ChatFormat(None, []), [Prompt([1], {"question": "1 + 1?", "answer": "2"})])
+    order = [5, 3, 12, 0, 7, 9, 15, 1, 2, 14, 4]  # 12 is the longest
+    np.testing.assert_allclose(scores_of(scorer, order), scores[order], atol=1e-5)
+    np.testing.assert_allclose(scores_of(scorer, [12]), scores[[12]], atol=1e-5)
+    assert "the judge would" not in capsys.readouterr().out, "it is said once"
+
+
+def test_bfloat16_scores_are_near(tmp_path: Path) -> None:
+    for name in ("qwen3", "llama"):
+        scores = scores_of(scorer_of(GOLDENS / name, tmp_path, DTYPE="bfloat16"))
+        assert 0 < abs(scores - TRL["scores"][name]).max() < 0.15
+
+
+def test_a_text_that_is_too_long_has_no_score_and_is_counted(tmp_path: Path) -> None:
+    scorer = scorer_of(GOLDENS / "qwen3", tmp_path)
+    model = dataclasses.replace(scorer.compute.model, max_positions=114)  # "system 4" has 114
+    scorer.compute = scorer.compute._replace(model=model)
+    scores, is_too_long = scores_of(scorer), np.isin(np.arange(16), [8, 12])
+    assert (np.isnan(scores) == is_too_long).all()
+    near = TRL["scores"]["qwen3"]
+    np.testing.assert_allclose(scores[~is_too_long], np.array(near)[~is_too_long], atol=1e-4)
+    assert scorer.take_metrics() == {"too_long": 2, "too_long_frac": 2 / 16}
+
+
+def test_it_is_called_after_the_functions_of_files_and_keeps_its_column() -> None:
+    called = []
+
+    def function(name: str, value: float) -> Any:
+        def rewards(completions: list[str], **columns: list) -> list[float]:
+            called.append(name)
+            return [value] * len(completions)
+
+        rewards.__name__ = name
+        return rewards
+
+    functions = [function("first", 1), function("reward_model", 2), function("last", 3)]
+    totals, rewards = total_rewards(["a"], {}, functions, [1, 10, 100])
+    assert called == ["first", "last", "reward_model"]
+    assert rewards.tolist() == [[1, 2, 3]] and totals.tolist() == [321]
+
+
+# ---- Bad input -----------------------------------------------------------------------------------
+
+
+def run_of(folder: Path, tmp_path: Path, **env: str) -> Run:
+    cfg = settings_of(folder, tmp_path)
+    base = {"MODEL_PATH": str(TINY), "DATASET": str(few_examples()), "STEPS": "1"}
+    base |= environment("MAX_LENGTH_SAMPLE=16 NUM_PRE_Q=4 ROLLOUT_GLOBAL_BATCH_SIZE=8")
+    names = ("reward_fn", "reward_model_path", "judge_prompt")
+    return set_up(Config.from_env(base | {n.upper(): getattr(cfg, n) for n in names} | env))
+
+
+def copy(name: str, folder: Path, tensors: dict[str, Any] | None = None, **config: object) -> Path:
+    """A copy of a golden's folder with more tensors, or without those that are None."""
+    shutil.copytree(GOLDENS / name, folder)
+    file = folder / "model.safetensors"
+    if tensors:
+        changed = load_file(file) | tensors
+        save_file({n: x for n, x in changed.items() if x is not None}, file, {"format": "pt"})
+    if config:
+        values = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(values | config))
+    return folder
+
+
+OTHER_HEADS = {
+    "two labels": ("qwen3", {"score.weight": np.ones((2, 48), np.float32)}, "score.weight [2, 48]"),
+    "of tokens": ("qwen3", {"score.bias": np.ones(1, np.float32)}, "score.bias [1]"),
+    "process": (
+        "qwen3",
+        {"score.weight": None, "score.0.weight": np.ones((48, 48), np.float32)},
+        "score.0.weight [48, 48]",
+    ),
+    "values": (
+        "judge_llama",
+        {"v_head.summary.weight": np.ones((1, 32), np.float32)},
+        "v_head.summary.weight [1, 32]",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_HEADS)
+def test_another_head_is_refused_by_its_tensor_and_shape(kind: str, tmp_path: Path) -> None:
+    name, tensors, words = OTHER_HEADS[kind]
+    folder = copy(name, tmp_path / "other", tensors)
+    line = f"its tensor {words} is the head of several labels, of values or of a process reward"
+    refused(lambda: run_of(folder, tmp_path), f"REWARD_MODEL_PATH={folder}: {line}")
+
+
+BAD_JUDGES = [
+    ({"JUDGE_PROMPT": ""}, "has no score.weight and so is a judge; set JUDGE_PROMPT to a file"),
+    (
+        {"JUDGE_WORDS": "Yes,Certainly not"},
+        "JUDGE_WORDS=Yes,Certainly not: its tokenizer makes ['Y",
+    ),
+    ({"JUDGE_WORDS": "Yes,Yes"}, "JUDGE_WORDS=Yes,Yes: its tokenizer makes ['Yes'] and ['Yes'] of"),
+    (
+        {"JUDGE_TEMPLATE_KWARGS": '{"enable_thoughts": 1}'},
+        "its template does not use 'enable_thoughts', only enable_thinking",
+    ),
+    ("Is {answer} right?", " has no {completion}, the text that is judged"),
+    ("{completion} {reply}", ": its fields are {question}, {answer} and {completion}, and other"),
+    ("\\boxed{{completion}", ": its fields are {question}, {answer} and {completion}, and other"),
+]
+
+
+@pytest.mark.parametrize("case", range(len(BAD_JUDGES)))
+def test_a_judge_that_cannot_judge_is_one_line(case: int, tmp_path: Path) -> None:
+    env, words = BAD_JUDGES[case]
+    if isinstance(env, str):
+        (tmp_path / "bad.txt").write_text(env)
+        env = {"JUDGE_PROMPT": str(tmp_path / "bad.txt")}
+        words = f"JUDGE_PROMPT={tmp_path}/bad.txt{words}"
+    refused(lambda: run_of(GOLDENS / "judge_qwen3", tmp_path, **env), words)
+
+
+def test_a_scorer_that_cannot_score_is_one_line(tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    words = f"REWARD_MODEL_PATH={missing}: {missing}: this folder does not exist"
+    refused(lambda: run_of(missing, tmp_path), words)
+    short = copy("qwen3", tmp_path / "short", max_position_embeddings=40)
+    words = f"REWARD_MODEL_PATH={short}: MAX_LENGTH_SAMPLE=16 after the longest prompt makes "
+    refused(lambda: run_of(short, tmp_path), words, "the model has 40 positions")
+    (short / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    words = f"REWARD_MODEL_PATH={short}: {short}: its tokenizer has no chat template; use an instr"
+    refused(lambda: run_of(short, tmp_path), words)
+    deaf = copy("qwen3", tmp_path / "deaf")
+    template = {"chat_template": "{% for m in messages[:1] %}{{ m['content'] }}{% endfor %}"}
+    (deaf / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"} | template))
+    words = f"REWARD_MODEL_PATH={deaf}: its chat template leaves out texts of assistant"
+    refused(lambda: run_of(deaf, tmp_path), words)
+
+
+def test_an_export_does_not_overwrite_the_scorer(tmp_path: Path) -> None:
+    earlier = copy("qwen3", tmp_path / "hf")
+    (earlier / "exported_from.json").write_text("{}")
+    words = f"EXPORT_HF={earlier} is REWARD_MODEL_PATH; the model would be overwritten"
+    refused(lambda: run_of(earlier, tmp_path, EXPORT_HF=str(earlier)), words)
+
+
+def test_a_resumed_run_needs_the_same_scorer_template_and_prompt(tmp_path: Path) -> None:
+    def differs(folder: Path, **env: str) -> set[str]:
+        other = result_fingerprint(run_of(folder, tmp_path, **env))
+        return {n for n in before | other if before.get(n) != other.get(n)}
+
+    before = result_fingerprint(run_of(GOLDENS / "judge_qwen3", tmp_path))
+    same = copy("judge_qwen3", tmp_path / "judge_same")
+    assert differs(same) == set()
+    values = json.loads((same / "tokenizer_config.json").read_text())
+    values["chat_template"] = "{# new #}" + values["chat_template"]
+    (same / "tokenizer_config.json").write_text(json.dumps(values))
+    assert differs(same) == {"the scorer's chat template"}
+    norm = {"model.norm.weight": np.full(48, 2, np.float32)}
+    assert differs(copy("judge_qwen3", tmp_path / "judge_other", norm)) == {"the scorer's weights"}
+    (tmp_path / "new.txt").write_text("{completion}?")
+    new = {"JUDGE_PROMPT": str(tmp_path / "new.txt")}
+    assert differs(GOLDENS / "judge_qwen3", **new) == {"the text of JUDGE_PROMPT"}
+    kwargs = {"JUDGE_TEMPLATE_KWARGS": '{"enable_thinking": false}'}
+    assert differs(GOLDENS / "judge_qwen3", **kwargs) == {"JUDGE_TEMPLATE_KWARGS"}
+    assert differs(GOLDENS / "judge_qwen3", JUDGE_WORDS="No,Yes") == {"JUDGE_WORDS"}
+    alone = {"REWARD_FN": "reward_correct", "REWARD_MODEL_PATH": "", "JUDGE_PROMPT": ""}
+    names = {n for n in before if "scorer" in n or "JUDGE" in n}
+    assert differs(TINY, **alone) == names | {"REWARD_FN", "REWARD_WEIGHTS"} and len(names) == 6
+
+
+# ---- Runs ----------------------------------------------------------------------------------------
+
+LEARNS = environment(
+    """REWARD_FN=reward_correct,reward_model REWARD_WEIGHTS=0,1 BATCH_SIZE=8 NUM_PRE_Q=8
+    TRAIN_MICRO_BATCH_SIZE=8 LEARNING_RATE=1e-3 LR_SCHEDULE=constant WARMUP_RATIO=0 REMAT=none
+    EXPORT_HF=none STEPS=8"""
+)
+# It prints a digest of the scorer's weights in each step.
+CHECKSUM = """
+import hashlib, jax
+update = train_grpo.update_policy
+start = train_grpo.start
+def with_scorer(cfg):
+    global scorer
+    started = start(cfg)
+    scorer = started[0].rollout.functions[1]
+    return started
+def with_digest(*arguments):
+    done = update(*arguments)
+    arrays = b"".join(x.tobytes() for x in jax.tree.leaves(jax.device_get(scorer.params)))
+    print("scorer", hashlib.sha256(arrays).hexdigest())
+    return done
+train_grpo.start, train_grpo.update_policy = with_scorer, with_digest
+"""
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_scorer_of_lengths(tmp_path_factory.mktemp("scorers") / "short")
+
+
+@pytest.fixture(scope="module")
+def learnt(short: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    out = tmp_path_factory.mktemp("runs") / "learnt"
+    more = {"EVAL_EVERY_STEPS": "8", "EVAL_PROMPTS": "8", "SAMPLE_EVERY_STEPS": "1"}
+    return train(out, changes=CHECKSUM, **LEARNS | more, REWARD_MODEL_PATH=str(short))
+
+
+def test_completions_become_shorter_and_the_scorer_stays_as_it_is(learnt: Result) -> None:
+    steps = [record for record in learnt.records if "train-other/loss" in record]
+    tokens = [record["train-seq_len/completion/mean"] for record in steps]
+    scores = [record["train-reward/func/reward_model/mean"] for record in steps]
+    assert len(steps) == 8 and tokens[-1] < tokens[0] - 2 and scores[-1] > scores[0] + 0.1
+    assert [record["train-reward/total/mean"] for record in steps] == scores
+    assert {record["train-reward/model/too_long"] for record in steps} == {0}
+    digests = [line for line in learnt.lines.splitlines() if line.startswith("scorer ")]
+    assert len(digests) == 8 and len({*digests}) == 1
+
+
+def test_evaluations_samples_and_pictures_have_the_score(learnt: Result) -> None:
+    evaluated = [record for record in learnt.records if "eval/accuracy" in record]
+    means = [record["eval/reward/func/reward_model/mean"] for record in evaluated]
+    assert len(means) == 2 and means[1] > means[0] > 1
+    assert evaluated[0]["eval/reward/model/too_long_frac"] == 0
+    for name in ("samples.jsonl", "eval.jsonl"):
+        entry = json.loads((learnt.out / name).read_text(encoding="utf-8").splitlines()[0])
+        assert entry["completions"][0]["rewards"]["reward_model"] > 1
+    assert "  reward=" in learnt.lines and " reward_model=" in learnt.lines
+    assert "train-reward/func/reward_model/mean" in (learnt.out / "report.html").read_text()
+
+
+def test_ask_prints_the_score_also_without_an_answer(short: Path, tmp_path: Path) -> None:
+    settings = {"REWARD_MODEL_PATH": str(short), "REWARD_FN": "reward_correct,reward_model"}
+    both = ["reward_correct", "reward_model"]
+    for flags, names in (([], both[1:]), (["--answer", "2"], both)):
+        done = run_as_user(tmp_path / "ask", "--ask", "1 + 1?", *flags, RESUME="never", **settings)
+        last = done.lines.splitlines()[-len(names) - 1 :]
+        assert done.code == 0 and last[0] == "", done.errors
+        assert [line.split()[0] for line in last[1:]] == names and float(last[-1].split()[1]) > 1
+
+
+def test_eval_only_refuses_reward_model_as_the_first_function(short: Path, tmp_path: Path) -> None:
+    settings = {"REWARD_MODEL_PATH": str(short), "REWARD_FN": "reward_model", "RESUME": "never"}
+    done = run_as_user(tmp_path / "eval", "--eval-only", EVAL_EVERY_STEPS="0", **settings)
+    line = "error: REWARD_FN=reward_model: evaluations count the rewards of 1 of the first function"
+    assert done.code == 2 and done.errors.startswith(line)
+
+
+def start_scored(folder: Path, short: Path, **env: str) -> Popen[bytes]:
+    functions = {"REWARD_FN": "reward_correct,reward_model", "REWARD_WEIGHTS": "1,0.1"}
+    steps = {"STEPS": "3", "EVAL_EVERY_STEPS": "2"}
+    return start_run(folder, **functions | steps, REWARD_MODEL_PATH=str(short), **env)
+
+
+def test_a_run_that_is_killed_and_resumed_ends_like_an_undisturbed_one(
+    short: Path, tmp_path: Path
+) -> None:
+    undisturbed, folder = tmp_path / "undisturbed", tmp_path / "killed"
+    assert finish(start_scored(undisturbed, short), undisturbed).code == 0
+    killed = start_scored(folder, short)
+    wait_for(killed, r"^step=0 ")
+    wait_for_a_checkpoint_after(0, folder, killed)
+    killed.kill()
+    finish(killed, folder)
+    resumed = finish(start_scored(folder, short), folder)
+    assert resumed.code == 0 and "resumed after" in resumed.lines, resumed.errors
+    assert_same_run(undisturbed, folder, 3)
+
+
+@pytest.mark.slow
+def test_two_processes_give_texts_of_other_lengths_the_same_scores(
+    short: Path, tmp_path: Path
+) -> None:
+    """A judge, too: the prompts of both processes have other lengths."""
+    (tmp_path / "prompt.txt").write_text(TRL["judge_prompt"])
+    of_judge = {"JUDGE_PROMPT": str(tmp_path / "prompt.txt"), "STEPS": "1", "BATCH_SIZE": "8"}
+    half = {"BATCH_SIZE": "4", "MESH_SHAPE": "2,2,1", "TRAIN_MICRO_BATCH_SIZE": "4"}
+    for path in (GOLDENS / "judge_qwen3", GOLDENS / "llama"):
+        settings = LEARNS | of_judge | {"REWARD_MODEL_PATH": str(path), "SAMPLE_EVERY_STEPS": "1"}
+        alone = train(tmp_path / f"alone_{path.name}", **settings)
+        both, _ = train_two(tmp_path / path.name, 2, **settings | half)
+        entries = [
+            [json.loads(line) for line in (x.out / "samples.jsonl").open()] for x in (alone, both)
+        ]
+        ours, theirs = (
+            [x["rewards"]["reward_model"] for entry in es for x in entry["completions"]]
+            for es in entries
+        )
+        assert len(ours) == 16 and len({*ours}) > 8
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+        names = ("func/reward_model/mean", "model/words_probability")
+        for name in (f"train-reward/{x}" for x in names):
+            assert both.records[0].get(name) == pytest.approx(alone.records[0].get(name), rel=1e-5)
+
+
+if __name__ == "__main__":
+    write_scorer_of_lengths(Path(sys.argv[1]))

@@ -38,8 +38,7 @@ from model.params import ModelConfig, Params, lm_head
 from model.placement import gib_per_device, num_params, plan_frozen, raise_if_too_long
 from rewards import Rewards
 
-SCORE = "score.weight"
-NO_HEAD = ("embed_tokens.weight", "norm.weight", "lm_head.weight", "inv_freq")  # ends of names
+KWARGS = "judge_template_kwargs"
 
 
 @dataclasses.dataclass(eq=False)
@@ -52,9 +51,9 @@ class Scorer:
     batch_size: int  # texts of a program on each process
     chat_format: ChatFormat  # its own, from `prepare` on with the messages of SYSTEM_PROMPT
     pad_id: int  # tokens of this id at the end of a text are not scored
-    prompt: str = ""  # the text of JUDGE_PROMPT; "": a reward model
-    words: tuple[int, ...] = ()  # the ids of JUDGE_WORDS; (): a reward model
-    reads_answer: bool = False
+    prompt: str  # the text of JUDGE_PROMPT; "": a reward model
+    words: tuple[int, ...]  # the ids of JUDGE_WORDS; (): a reward model
+    reads_answer: bool
     params: Params | None = None
     # Of the texts of all processes since take_metrics: the probability of both words together, 1
     # without words; NaN: the text is too long.
@@ -177,28 +176,32 @@ def read_scorer(cfg: Config, sizes: Sizes) -> Scorer:
     a model, a prompt or words that cannot score."""
     with naming("REWARD_MODEL_PATH", cfg.reward_model_path):
         folder = hf.fetch_model(cfg.reward_model_path)
-        model, tokenizer = read_scorer_config(folder), hf.load_tokenizer(folder)
-        hf.check_weights(folder, model, len(tokenizer))
+        model, tokenizer = hf.read_config(folder), hf.load_tokenizer(folder)
+        if any(name.startswith("score.") for name in hf.open_files(folder, hf.WEIGHTS)):
+            model = dataclasses.replace(model, has_score=True, logits_divisor=1.0)
+        hf.check_weights(folder, model, len(tokenizer))  # it refuses other heads
         compute = plan_scorer(cfg, model, sizes, jax.devices())
         with reading("its chat template cannot be read"):
             arguments = ChatFormat(tokenizer, []).arguments()
     hf.raise_if_overwriting(cfg.export_hf, cfg.output_dir, folder, "REWARD_MODEL_PATH")
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     kwargs = {name: x for name, x in cfg.template_kwargs().items() if name in arguments}
-    chat_format = ChatFormat(tokenizer, [], kwargs=kwargs)
-    scorer = Scorer(cfg, folder, compute, sizes.micro_batch_size, chat_format, pad_id)
+    prompt, words, size = "", (), sizes.micro_batch_size
     if not model.has_score:
-        scorer = with_judge(scorer, arguments)
+        (prompt, words, kwargs), pad_id = read_judge(cfg, tokenizer, arguments), -1
+    chat_format = ChatFormat(tokenizer, [], kwargs=kwargs)
+    facts = chat_format, pad_id, prompt, words, "{answer}" in prompt
+    scorer = Scorer(cfg, folder, compute, size, *facts)
     question = {"role": "user", "content": SENTINEL}
-    chat = [question] if scorer.words else [question, question | {"role": "assistant"}]
+    chat = [question] if words else [question, question | {"role": "assistant"}]
     [ids], name = scorer.render([chat]), f"REWARD_MODEL_PATH={cfg.reward_model_path}"
     if tokenizer.decode(ids).count(SENTINEL) < len(chat):
         raise UserMistake(f"{name}: its chat template leaves out texts of {chat[-1]['role']}")
-    if rest := tokenizer.decode(ids[len(kept := without_padding(ids, scorer.pad_id)) :]):
+    if rest := tokenizer.decode(ids[len(kept := without_padding(ids, pad_id)) :]):
         reason = f"as in TRL the token before the final {rest!r}, its pad token, is scored"
         print(f"note: {name}: {reason}: here {tokenizer.decode(kept[-1:])!r}; see the model's card")
-    size = f"{num_params(model) / 1e6:.2f}M ({gib_per_device(compute):.2f} GiB on each device)"
-    print(f"{'judge' if scorer.words else 'reward_model'}={folder} parameters={size}")
+    memory = f"{num_params(model) / 1e6:.2f}M ({gib_per_device(compute):.2f} GiB on each device)"
+    print(f"{'judge' if words else 'reward_model'}={folder} parameters={memory}")
     return scorer
 
 
@@ -209,26 +212,14 @@ def plan_scorer(
     return plan_frozen(cfg, model, sizes, 1, devices)._replace(attention_impl="xla")
 
 
-def read_scorer_config(folder: Path) -> ModelConfig:
-    """The ModelConfig of a reward model or of a judge. Raises UserMistake for another head."""
-    model, tensors = hf.read_config(folder), hf.open_files(folder, hf.WEIGHTS)
-    for name in sorted(tensors):
-        shape, score = tensors[name].get_shape(), [1, model.hidden_size]
-        is_known = "layers." in name or name.startswith(hf.NOT_READ) or name.endswith(NO_HEAD)
-        if not is_known and (name, shape) != (SCORE, score):
-            reason = "is the head of several labels, of values or of a process reward model"
-            raise UserMistake(f"its tensor {name} {shape} {reason}; {SCORE} {score} is read")
-    score = {"has_score": True, "logits_divisor": 1.0}
-    return dataclasses.replace(model, **score if SCORE in tensors else {})
-
-
-def with_judge(scorer: Scorer, arguments: set[str]) -> Scorer:
-    """The scorer with the prompt, the words and the template's arguments of a judge. arguments:
-    those that the template reads. Raises UserMistake."""
-    cfg, fields = scorer.cfg, "{question}, {answer} and {completion}"
-    tokenizer, kwargs = scorer.chat_format.tokenizer, cfg.template_kwargs("judge_template_kwargs")
+def read_judge(
+    cfg: Config, tokenizer: Any, arguments: set[str]
+) -> tuple[str, tuple[int, ...], dict[str, Any]]:
+    """The text of JUDGE_PROMPT, the ids of JUDGE_WORDS, and JUDGE_TEMPLATE_KWARGS. arguments: those
+    that the judge's template reads. Raises UserMistake."""
+    fields, kwargs = "{question}, {answer}, {completion}", cfg.template_kwargs(KWARGS)
     if not cfg.judge_prompt:
-        reason = f"has no {SCORE} and so is a judge; set JUDGE_PROMPT to a file with {fields}"
+        reason = f"without score.weight is a judge; set JUDGE_PROMPT to a file with {fields}"
         raise UserMistake(f"REWARD_MODEL_PATH={cfg.reward_model_path} {reason}")
     prompt, name = read_text(cfg.judge_prompt, "JUDGE_PROMPT"), f"JUDGE_PROMPT={cfg.judge_prompt}"
     with reading(f"{name}: its fields are {fields}, and other braces are {{{{ and }}}}"):
@@ -242,7 +233,5 @@ def with_judge(scorer: Scorer, arguments: set[str]) -> Scorer:
         raise UserMistake(f"JUDGE_WORDS={cfg.judge_words}: {reason}")
     if unknown := sorted(kwargs.keys() - arguments):
         reason = f"its template does not use {unknown[0]!r}, only {', '.join(sorted(arguments))}"
-        raise UserMistake(f"JUDGE_TEMPLATE_KWARGS={cfg.judge_template_kwargs}: {reason}")
-    chat_format, words = scorer.chat_format._replace(kwargs=kwargs), (ids[0][0], ids[1][0])
-    changes = {"prompt": prompt, "words": words, "reads_answer": "{answer}" in prompt}
-    return dataclasses.replace(scorer, chat_format=chat_format, pad_id=-1, **changes)
+        raise UserMistake(f"{KWARGS.upper()}={cfg.judge_template_kwargs}: {reason}")
+    return prompt, (ids[0][0], ids[1][0]), kwargs

@@ -194,8 +194,7 @@ NOT_SETTINGS = {
 AMBIGUOUS = {"MODEL": "MODEL_PATH", "MODEL_NAME": "MODEL_PATH", "DATASET_NAME": "DATASET"}
 AMBIGUOUS |= {"TRAIN_BATCH_SIZE": "ROLLOUT_GLOBAL_BATCH_SIZE", "RUN_NAME": "WANDB_NAME"}
 AMBIGUOUS |= {"MAX_TOKENS": "MAX_LENGTH_SAMPLE"}  # clients of LLMs read it, too
-# Environment names that start like this are never read as misspelt settings. JUDGE_MODEL is one of
-# recipes/judge.py.
+# Environment names that start like this are never misspelt settings; recipes/judge.py has the last.
 FOREIGN = ("WANDB_", "JAX_", "HF_", "TPU_", "XLA_", "SGLANG_", "JUDGE_MODEL")
 
 

@@ -358,7 +358,7 @@ LORA_BASE_DTYPE=int8 ROLLOUT_BACKEND=sglang_jax -> LORA_BASE_DTYPE=int8 has no f
 MAX_TURNS=2 -> MAX_TURNS=2 needs an ENVIRONMENT_CLASS
 REPORT_TO=trackio,wandb WANDB_MODE=disabled -> REPORT_TO=trackio,wandb needs W&B, and WANDB_MODE=
 ENVIRONMENT_CLASS=a.py:A ROLLOUT_BACKEND=sglang_jax -> ROLLOUT_BACKEND=sglang_jax samples comple
-REWARD_FN=exact_match,reward_model -> REWARD_FN=exact_match,reward_model: reward_model needs REWARD_M
+REWARD_FN=exact_match,reward_model -> REWARD_FN=exact_match,reward_model: reward_model needs REW
 REWARD_FN=reward_model,exact_match REWARD_MODEL_PATH=r -> REWARD_FN=reward_model,exact_match: eval
 REWARD_FN=reward_model REWARD_MODEL_PATH=r EVAL_EVERY_STEPS=0 EVAL_FULL_SWEEP=1 -> REWARD_FN=reward_
 REWARD_FN=exact_match,reward_model REWARD_MODEL_PATH=r ENVIRONMENT_CLASS=a.py:A -> REWARD_FN=exact_m
@@ -427,9 +427,9 @@ BATCH_SIZE=4 MODEL_PATH=m PUSH_TO_HUB_PRIVATE=0 -> PUSH_TO_HUB_PRIVATE=false doe
 CHECKPOINT_DIR=gs://a/b SAVE_EVERY_STEPS=0 -> CHECKPOINT_DIR=gs://a/b gets no checkpoint with SAVE_
 STEPS=0 MAX_HOURS=9 SAVE_EVERY_STEPS=0 -> MAX_HOURS=9.0 does nothing with STEPS=0
 BATCH_SIZE=4 MODEL_PATH=m REWARD_MODEL_PATH=r -> REWARD_MODEL_PATH=r does nothing with REWARD_FN=
-BATCH_SIZE=4 MODEL_PATH=m JUDGE_PROMPT=p.txt -> JUDGE_PROMPT=p.txt does nothing with REWARD_MODEL_PATH=
+BATCH_SIZE=4 MODEL_PATH=m JUDGE_PROMPT=p.txt -> JUDGE_PROMPT=p.txt does nothing with REWARD_MODEL
 BATCH_SIZE=4 MODEL_PATH=m JUDGE_WORDS=A,B -> JUDGE_WORDS=A,B does nothing with REWARD_MODEL_PATH=
-BATCH_SIZE=4 MODEL_PATH=m JUDGE_TEMPLATE_KWARGS={} -> JUDGE_TEMPLATE_KWARGS={} does nothing with
+BATCH_SIZE=4 MODEL_PATH=m JUDGE_TEMPLATE_KWARGS={} -> JUDGE_TEMPLATE_KWARGS="{}" does nothing with
 """
 NO_NOTES = """
 CHECKPOINT_DIR=gs://a/b SAVE_EVERY_STEPS=1

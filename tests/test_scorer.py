@@ -207,31 +207,38 @@ def copy(name: str, folder: Path, tensors: dict[str, Any] | None = None, **confi
 
 
 OTHER_HEADS = {
-    "two labels": ("qwen3", {"score.weight": np.ones((2, 48), np.float32)}, "score.weight [2, 48]"),
-    "of tokens": ("qwen3", {"score.bias": np.ones(1, np.float32)}, "score.bias [1]"),
-    "process": (
+    "of two labels": (
+        "qwen3",
+        {"score.weight": np.ones((2, 48), np.float32)},
+        ": score.weight is [2, 48], its config says [1, 48]",
+    ),
+    "of tokens": (
+        "qwen3",
+        {"score.bias": np.ones(1, np.float32)},
+        " has unknown tensors score.bias",
+    ),
+    "of a process": (
         "qwen3",
         {"score.weight": None, "score.0.weight": np.ones((48, 48), np.float32)},
-        "score.0.weight [48, 48]",
+        " lacks tensors score.weight",
     ),
-    "values": (
+    "of values": (
         "judge_llama",
         {"v_head.summary.weight": np.ones((1, 32), np.float32)},
-        "v_head.summary.weight [1, 32]",
+        " has unknown tensors v_head.summary.weight",
     ),
 }
 
 
 @pytest.mark.parametrize("kind", OTHER_HEADS)
-def test_another_head_is_refused_by_its_tensor_and_shape(kind: str, tmp_path: Path) -> None:
+def test_another_head_is_refused_by_its_tensor(kind: str, tmp_path: Path) -> None:
     name, tensors, words = OTHER_HEADS[kind]
     folder = copy(name, tmp_path / "other", tensors)
-    line = f"its tensor {words} is the head of several labels, of values or of a process reward"
-    refused(lambda: run_of(folder, tmp_path), f"REWARD_MODEL_PATH={folder}: {line}")
+    refused(lambda: run_of(folder, tmp_path), f"REWARD_MODEL_PATH={folder}: {folder}{words}")
 
 
 BAD_JUDGES = [
-    ({"JUDGE_PROMPT": ""}, "has no score.weight and so is a judge; set JUDGE_PROMPT to a file"),
+    ({"JUDGE_PROMPT": ""}, " without score.weight is a judge; set JUDGE_PROMPT to a file with {"),
     (
         {"JUDGE_WORDS": "Yes,Certainly not"},
         "JUDGE_WORDS=Yes,Certainly not: its tokenizer makes ['Y",
@@ -242,8 +249,8 @@ BAD_JUDGES = [
         "its template does not use 'enable_thoughts', only enable_thinking",
     ),
     ("Is {answer} right?", " has no {completion}, the text that is judged"),
-    ("{completion} {reply}", ": its fields are {question}, {answer} and {completion}, and other"),
-    ("\\boxed{{completion}", ": its fields are {question}, {answer} and {completion}, and other"),
+    ("{completion} {reply}", ": its fields are {question}, {answer}, {completion}, and other"),
+    ("\\boxed{{completion}", ": its fields are {question}, {answer}, {completion}, and other"),
 ]
 
 

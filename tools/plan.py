@@ -81,7 +81,6 @@ from update import compute_logps_and_entropies, micro_step
 
 # ---- The plan ------------------------------------------------------------------------------------
 
-SCORER_TOKENS = 64  # assumed: what a scorer's template and tokenizer add to a text
 ASSUMED_PROMPT = 512  # tokens, if neither MAX_PROMPT_LENGTH nor GLOBAL_LENGTH is set
 
 
@@ -438,7 +437,7 @@ def list_programs(plan: Plan) -> dict[str, Program]:
         judged = micro_batch(plan._replace(training=teacher), limits)
         programs["teacher"] = score(frozen[-1], judged, teacher)
     if scorer:
-        tokens = bucket_length(plan.S + cfg.max_length_sample + SCORER_TOKENS)
+        tokens = bucket_length(plan.S + cfg.max_length_sample + 64)  # assumed: its template
         shape = plan.sizes.micro_batch_size * plan.processes, tokens
         ids = array(scorer.layout.mesh, shape, jnp.int32, scorer.layout.batch_axes)
         arguments = frozen[0], ids, ids, scorer, () if scorer.model.has_score else (0, 1)

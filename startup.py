@@ -166,9 +166,10 @@ def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
         run = with_teacher(make_run(cfg, example))
         fingerprint = process_fingerprint(run)
     hosts.raise_if_processes_differ(fingerprint)
-    for function in run.rollout.functions:
+    prompts = run.train_prompts + run.eval_prompts
+    for function in run.rollout.functions if prompts else ():
         if hasattr(function, "prepare"):  # reward_model
-            function.prepare(run.rollout.chat_format, run.train_prompts + run.eval_prompts)
+            function.prepare(run.rollout.chat_format, prompts)
     if not example:
         note_untold_tags(run)
         # An environment reads all columns: the same text may begin different episodes.

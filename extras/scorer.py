@@ -120,7 +120,7 @@ class Scorer:
         for text, *row in zip(completions, *columns.values(), strict=True):
             example = dict(zip(columns, row, strict=True))
             if self.words:
-                text = self.prompt.format(**example | {"completion": text})
+                text = self.prompt.format(**{"answer": None} | example | {"completion": text})
                 chats.append([{"role": "user", "content": text}])
             else:
                 answer = {"role": "assistant", "content": text}

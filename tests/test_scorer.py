@@ -15,6 +15,7 @@ from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from runs import (
@@ -163,6 +164,9 @@ def test_a_text_that_is_too_long_has_no_score_and_is_counted(tmp_path: Path) -> 
     near = TRL["scores"]["qwen3"]
     np.testing.assert_allclose(scores[~is_too_long], np.array(near)[~is_too_long], atol=1e-4)
     assert scorer.take_metrics() == {"too_long": 2, "too_long_frac": 2 / 16}
+    scorer.params = jax.tree.map(lambda x: x * np.nan, scorer.params)
+    line = "reward reward_model, completion 0: nan is neither a finite number nor None"
+    refused(lambda: total_rewards(TEXTS, dict(COLUMNS), [scorer], [1.0]), line)
 
 
 def test_it_is_called_after_the_functions_of_files_and_keeps_its_column() -> None:
@@ -308,6 +312,9 @@ def test_a_resumed_run_needs_the_same_scorer_template_and_prompt(tmp_path: Path)
     kwargs = {"JUDGE_TEMPLATE_KWARGS": '{"enable_thinking": false}'}
     assert differs(GOLDENS / "judge_qwen3", **kwargs) == {"JUDGE_TEMPLATE_KWARGS"}
     assert differs(GOLDENS / "judge_qwen3", JUDGE_WORDS="No,Yes") == {"JUDGE_WORDS"}
+    assert (
+        run_of(same, tmp_path, STEPS="0", EVAL_EVERY_STEPS="0").rollout.functions[1].params is None
+    )
     alone = {"REWARD_FN": "reward_correct", "REWARD_MODEL_PATH": "", "JUDGE_PROMPT": ""}
     names = {n for n in before if "scorer" in n or "JUDGE" in n}
     assert differs(TINY, **alone) == names | {"REWARD_FN", "REWARD_WEIGHTS"} and len(names) == 6

@@ -239,8 +239,8 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     if cfg.reward_fn or not (cfg.environment_class or cfg.loss_type == "sft"):
         scorer = open_scorer(cfg).read_scorer(cfg, sizes) if cfg.has_reward_model() else None
         limits = cfg.reward_timeout_s, cfg.max_length_sample, cfg.overlong_cache
-        options = workers, cfg.dataset, cfg.tag_names(), scorer
-        functions = rewards.load_reward_functions(cfg.reward_fn, *limits, *options)
+        arguments = *limits, workers, cfg.dataset, cfg.tag_names(), scorer
+        functions = rewards.load_reward_functions(cfg.reward_fn, *arguments)
     prefix_messages = read_prefix_messages(cfg.system_prompt)
 
     folder, adapters, model, tokenizer = open_model(cfg)

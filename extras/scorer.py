@@ -34,7 +34,7 @@ from model.attention import prompt_rows
 from model.layout import constrain_batch, gather_processes, local_part, shard_batch
 from model.logps import dot
 from model.network import ComputeConfig, forward
-from model.params import ModelConfig, Params, lm_head
+from model.params import Params, lm_head
 from model.placement import gib_per_device, num_params, plan_frozen, raise_if_too_long
 from rewards import Rewards
 
@@ -63,10 +63,9 @@ class Scorer:
 
     def fingerprint(self) -> dict[str, str]:
         """What determines the scores, for result_fingerprint."""
-        tokenizer = (self.folder / "tokenizer.json").read_bytes()
         return {
             "the scorer's weights": weights_digest(self.folder),
-            "the scorer's tokenizer.json": short_digest(tokenizer),
+            "the scorer's tokenizer": short_digest((self.folder / "tokenizer.json").read_bytes()),
             "the scorer's chat template": short_digest(self.chat_format.template().encode()),
             "the text of JUDGE_PROMPT": short_digest(self.prompt.encode()),
             "JUDGE_WORDS": self.cfg.judge_words,
@@ -92,8 +91,8 @@ class Scorer:
         with as many completions."""
         columns.pop("trainer_state", None)  # it has no value for each completion
         ids, compute = self.token_ids(completions, columns), self.compute
-        is_too_long = [len(x) > compute.model.max_positions for x in ids]
-        ids = [x[:1] if skip else x for x, skip in zip(ids, is_too_long, strict=True)]
+        is_long = [len(x) > compute.model.max_positions for x in ids]
+        ids = [x[:1] if skip else x for x, skip in zip(ids, is_long, strict=True)]
         lengths, values = np.array([*map(len, ids)]), np.zeros((len(ids), 2), np.float32)
         order = np.argsort(-lengths, kind="stable")  # the longest first
         widths = gather_processes(lengths[order][None]).max(axis=0)  # [texts], on all processes
@@ -105,14 +104,13 @@ class Scorer:
                 batch = shard_batch(arrays, compute.layout)
                 results = score_last_tokens(self.params, *batch, compute, self.words)
                 values[chosen] = local_part(results)[: len(chosen)]
-        self.measured.append(gather_processes(np.where(is_too_long, np.nan, values[:, 1])))
+        self.measured.append(gather_processes(np.where(is_long, np.nan, values[:, 1])))
         mean, words = mean_without_nan(self.measured[-1]), self.cfg.judge_words
         if mean < 0.5 and not self.has_noted:
             self.has_noted = True
             reason = "the judge would say something else; see JUDGE_TEMPLATE_KWARGS"
             print(f"note: JUDGE_WORDS={words} have probability {mean:.2g}: {reason}", flush=True)
-        pairs = zip(values[:, 0], is_too_long, strict=True)
-        return [None if skip else float(x) for x, skip in pairs]
+        return [None if skip else float(x) for (x, _), skip in zip(values, is_long, strict=True)]
 
     def token_ids(self, completions: list[str], columns: dict[str, list]) -> list[list[int]]:
         """The tokens of the texts, up to those that are scored."""
@@ -180,7 +178,7 @@ def read_scorer(cfg: Config, sizes: Sizes) -> Scorer:
         if any(name.startswith("score.") for name in hf.open_files(folder, hf.WEIGHTS)):
             model = dataclasses.replace(model, has_score=True, logits_divisor=1.0)
         hf.check_weights(folder, model, len(tokenizer))  # it refuses other heads
-        compute = plan_scorer(cfg, model, sizes, jax.devices())
+        compute = plan_frozen(cfg, model, sizes, 0, jax.devices())
         with reading("its chat template cannot be read"):
             arguments = ChatFormat(tokenizer, []).arguments()
     hf.raise_if_overwriting(cfg.export_hf, cfg.output_dir, folder, "REWARD_MODEL_PATH")
@@ -203,13 +201,6 @@ def read_scorer(cfg: Config, sizes: Sizes) -> Scorer:
     memory = f"{num_params(model) / 1e6:.2f}M ({gib_per_device(compute):.2f} GiB on each device)"
     print(f"{'judge' if words else 'reward_model'}={folder} parameters={memory}")
     return scorer
-
-
-def plan_scorer(
-    cfg: Config, model: ModelConfig, sizes: Sizes, devices: Sequence[jax.Device]
-) -> ComputeConfig:
-    """How it is computed; splash needs rows of a multiple of LANES. Raises UserMistake."""
-    return plan_frozen(cfg, model, sizes, 1, devices)._replace(attention_impl="xla")
 
 
 def read_judge(

@@ -131,11 +131,12 @@ def plan_compute(
 def plan_frozen(
     cfg: ComputeSettings, model: ModelConfig, sizes: Sizes, S: int, devices: Sequence[jax.Device]
 ) -> ComputeConfig:
-    """How a model that only judges is computed: on MESH_SHAPE and in the dtype of training. Raises
-    UserMistake."""
+    """How a model that only judges is computed: on MESH_SHAPE and in the dtype of training. S: 0:
+    its rows have any length, which splash cannot take. Raises UserMistake."""
     # It samples nothing, so the rollout's settings need not suit it.
     cfg = dataclasses.replace(cfg, rollout_mesh_shape="auto", rollout_backend="naive")
-    return plan_compute(cfg, model, sizes, S, devices)[0]
+    compute, *_ = plan_compute(cfg, model, sizes, S, devices)
+    return compute if S else compute._replace(attention_impl="xla")
 
 
 def gib_per_device(compute: ComputeConfig) -> float:

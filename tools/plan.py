@@ -42,7 +42,7 @@ from infra.sizes import (
     prompt_width,
     suggest_smaller_size,
 )
-from model import hf
+from model import hf, placement
 from model.attention import KV, map_kv
 from model.blocks import with_key_blocks
 from model.families import parse_config
@@ -132,7 +132,7 @@ def make_plan(cfg: Config, slice_name: str) -> Plan:
         return plan
     with naming("REWARD_MODEL_PATH", cfg.reward_model_path):
         model = known_config(cfg.reward_model_path)
-        return plan._replace(scorer=open_scorer(cfg).plan_scorer(cfg, model, sizes, devices))
+        return plan._replace(scorer=placement.plan_frozen(cfg, model, sizes, 0, devices))
 
 
 # ---- The table -----------------------------------------------------------------------------------

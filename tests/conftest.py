@@ -43,7 +43,7 @@ LONGEST = """
     test_two_processes.py test_saved_work.py test_tpu.py test_run_tpu.py test_hub.py
     test_resume.py test_turns.py test_train.py test_forks.py test_loss_pallas.py test_faults.py
     test_optional.py test_replay_by_hand.py test_rollout.py test_mistakes.py test_mini_batches.py
-    test_processes.py
+    test_processes.py test_scorer.py
 """.split()
 
 

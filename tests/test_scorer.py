@@ -431,7 +431,7 @@ def test_two_processes_give_texts_of_other_lengths_the_same_scores(tmp_path: Pat
         entries = map(json.loads, (result.out / "samples.jsonl").open(encoding="utf-8"))
         completions = [x for entry in entries for x in entry["completions"]]
         scores.append([x["rewards"]["reward_model"] for x in completions])
-    assert len(scores[0]) == 16 and len({*scores[0]}) > 8
+    assert len(scores[0]) == 16 and len({*scores[0]}) > 4
     np.testing.assert_allclose(scores[1], scores[0], atol=1e-5)
     for name in ("func/reward_model/mean", "model/words_probability"):
         means = [result.records[0][f"train-reward/{name}"] for result in (alone, both)]

@@ -128,14 +128,17 @@ def completion_texts(
 
 
 def begin_rewards(
-    rollout: RolloutConfig, prompts: list[data.Prompt], completions: Completions
+    rollout: RolloutConfig, prompts: Sequence[data.Prompt], completions: Completions
 ) -> None:
     """Calls `prefetch` of the files of REWARD_FN with the completions of a pass, if they define it.
     Raises UserMistake."""
     begins = {f.prefetch.__name__: f.prefetch for f in rollout.functions if hasattr(f, "prefetch")}
     if begins and rollout.environments is None:  # else the worker is busy with them
-        settings = {"functions": [*begins.values()], "reward_weights": [0.0] * len(begins)}
-        reward_completions(dataclasses.replace(rollout, **settings), prompts, completions)
+        weights = (0.0,) * len(begins)
+        begins_only = dataclasses.replace(
+            rollout, functions=[*begins.values()], reward_weights=weights
+        )
+        reward_completions(begins_only, prompts, completions)
 
 
 def reward_completions(

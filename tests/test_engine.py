@@ -148,7 +148,8 @@ def test_a_run_with_the_engine_that_is_stopped_and_killed_ends_like_the_undistur
     wait_for(first, "^step=0")
     first.send_signal(signal.SIGTERM)
     stopped = finish(first, out)
-    assert stopped.code == 128 + signal.SIGTERM and "STOPPED: SIGTERM" in stopped.lines, stopped.errors
+    assert stopped.code == 128 + signal.SIGTERM, stopped.errors
+    assert "STOPPED: SIGTERM" in stopped.lines, stopped.errors
     second = start(out, given | ENGINE | {"SGLANG_JAX_MAX_TOTAL_TOKENS": "120"}, 1)
     wait_for(second, "^step=1")
     second.kill()

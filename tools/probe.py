@@ -139,7 +139,9 @@ def entries_of(run: Run, batch: Batch, indices: list[int]) -> Rows:
     which a completion that was cut off is an example; "" if it was not. indices: as above."""
     rollout, K, symptoms = run.rollout, batch.completions_per_prompt(), []
     # What a completion has only after its end: special tokens, and the template's next turn.
-    special = {x.content for x in rollout.tokenizer.added_tokens_decoder.values() if x.special}
+    special = {
+        x.content for x in rollout.chat_format.tokenizer.added_tokens_decoder.values() if x.special
+    }
     marks = {x for x in special if not any(word in x for word in ("think", "thought", "tool"))}
     chat = [{"role": role, "content": SENTINEL} for role in ("user", "assistant", "user")]
     with contextlib.suppress(UserMistake):  # the template takes a single question
@@ -211,7 +213,9 @@ def describe(run: Run, entries: Rows, step: int, seconds: float, rules: Any) -> 
     chat, render = [[{"role": "user", "content": SENTINEL}]], rollout.chat_format.render
     if (prompt := render(chat)) == render(chat, add_generation_prompt=False):
         # Alone it is no mistake, because some templates have nothing before an answer.
-        if causes or prompt[0].rstrip().endswith((*rollout.tokenizer.all_special_tokens,)):
+        if causes or prompt[0].rstrip().endswith(
+            (*rollout.chat_format.tokenizer.all_special_tokens,)
+        ):
             causes.insert(0, "no_generation_prompt")
     for cause in causes[:3]:
         i = symptoms.index(cause) if cause in symptoms else 0

@@ -402,8 +402,8 @@ def read_layers(
     return cfg, layers, lines
 
 
-def contradictions(cfg: Config) -> Iterator[str]:
-    """A line for each combination of settings that contradict each other."""
+def objective_contradictions(cfg: Config) -> Iterator[str]:
+    """A line for each combination of settings of the objective that contradict each other."""
     facts, loss_type = OBJECTIVES[cfg.loss_type], f"LOSS_TYPE={cfg.loss_type}"
     compares = cfg.adv_estimator != "reinforce" and cfg.loss_type != "sft"
     if cfg.num_pre_q == 1 and cfg.steps and compares and not cfg.ignores_rewards():
@@ -445,6 +445,11 @@ def contradictions(cfg: Config) -> Iterator[str]:
             setting, support = name.upper(), "the tokens that TOP_K, TOP_P, MIN_P leave"
             advice = f"leave {setting} out, or set SAMPLING_SUPPORT=full (a biased loss)"
             yield f"{setting}={text} cannot restrict the softmax to {support}; {advice}"
+
+
+def contradictions(cfg: Config) -> Iterator[str]:
+    """A line for each combination of settings that contradict each other."""
+    yield from objective_contradictions(cfg)
     if cfg.lora_base_dtype == "int8" and cfg.rollout_backend == "sglang_jax":
         reason = "has no float weights to merge for ROLLOUT_BACKEND=sglang_jax"
         yield f"LORA_BASE_DTYPE=int8 {reason}; leave out one of them"

@@ -17,7 +17,7 @@ import chat
 import data
 from config import Config
 from infra.mistakes import UserMistake, import_optional, reading
-from model import hf
+from model import families, hf
 from startup import set_up
 
 INPUTS = [  # environment, words of the line
@@ -273,7 +273,7 @@ def test_an_error_of_a_library_is_one_line_with_what_it_reads_and_its_words() ->
 @pytest.mark.parametrize(
     "module, name",
     [
-        (hf, "ModelConfig"),
+        (families, "ModelConfig"),
         (hf, "_tensor_shapes"),
         (hf, "read_text"),
         (data, "read_question_and_answer"),

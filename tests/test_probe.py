@@ -73,7 +73,7 @@ def none(completions, **_): return [None] * len(completions)
 def half(completions, **_): return [0.5] * len(completions)
 def never(completions, **_): return [0.0] * len(completions)
 def odd_question(completions, question, **_): return [float(len(text) % 2) for text in question]
-def graded(completions, completion_ids, **_): return [len(ids) / 10 for ids in completion_ids]
+def graded(completions, completion_ids, **_): return [len(ids) / 64 for ids in completion_ids]
 """
 
 
@@ -318,7 +318,7 @@ def test_a_question_of_messages_stays_one_and_a_graded_reward_keeps_groups_that_
     probe_here(monkeypatch, says, "--out", str(folder / "rates"), **env)
     kept = load_examples(str(folder / "rates"), "", "train")
     given = load_examples(str(folder / "chats.jsonl"), "", "train")
-    assert len(kept) == 4 and {row.pop("rate") for row in kept} == {0.35}
+    assert len(kept) == 4 and {row.pop("rate") for row in kept} == {3.5 / 64}
     assert all(row in given for row in kept) and kept[0]["prompts"][0]["content"] == "Add."
     assert load_examples(str(folder / "rates"), "", "test") == load_examples(
         str(folder / "chats.jsonl"), "", "test"

@@ -326,6 +326,10 @@ class Config:
     def max_turns_or_default(self) -> int:
         return self.max_turns or (DEFAULT_TURNS if self.environment_class else 1)
 
+    def max_rounds(self) -> int:
+        """The most rounds of sampling in a step."""
+        return self.dynamic_sampling_max_rounds if self.dynamic_sampling else 1
+
     def tag_names(self) -> tuple[str, ...]:
         """The two names in ANSWER_TAGS."""
         return tuple(self.answer_tags.split(","))

@@ -6,6 +6,7 @@ from pathlib import Path
 from config import Config
 from data import Prompt
 from infra.sizes import Sizes
+from loss import AdvantageConfig
 from optimizer import Schedule
 from rollout import RolloutConfig
 from update import LearnerConfig
@@ -27,3 +28,8 @@ class Run:
     teacher: LearnerConfig | None  # its base has the teacher's weights; None: no teacher
     teacher_folder: Path | None
     mesh_reason: str  # why ROLLOUT_MESH_SHAPE=auto has chosen its mesh, for a line of the log
+
+    @property
+    def advantage_config(self) -> AdvantageConfig:
+        weights = self.rollout.reward_weights
+        return AdvantageConfig(self.cfg.adv_estimator, self.cfg.scale_rewards, weights)

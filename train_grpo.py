@@ -50,7 +50,7 @@ from infra.chips import exit_on_oom
 from infra.hosts import exiting_on_error
 from infra.log import Clock
 from infra.mistakes import UserMistake, import_optional
-from loss import AdvantageConfig, group_advantages, top_entropy_mask
+from loss import group_advantages, top_entropy_mask
 from metrics import (
     PHASES,
     Step,
@@ -82,8 +82,7 @@ def main(cfg: Config) -> None:
     run, lifecycle, backend, state, ref_params = start(cfg)
     log, learner, rollout = lifecycle.log, run.learner, run.rollout
     P, K = run.sizes.prompts_per_step, cfg.num_pre_q
-    advantage_config = AdvantageConfig(cfg.adv_estimator, cfg.scale_rewards, rollout.reward_weights)
-    max_rounds = cfg.dynamic_sampling_max_rounds if cfg.dynamic_sampling else 1
+    advantage_config, max_rounds = run.advantage_config, cfg.max_rounds()
     rollout_key, eval_key = jax.random.split(jax.random.key(cfg.seed))
 
     def params() -> Params:

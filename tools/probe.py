@@ -3,6 +3,7 @@ what would keep a run from learning from them; see docs/probe.md. K: completions
 
 import argparse
 import contextlib
+import inspect
 import json
 import shlex
 import time
@@ -105,7 +106,7 @@ def sample_round(run: Run, backend: Backend, indices: Any, number: int, step: in
 
 def time_step(run: Run, backend: Backend, params: Params) -> float:
     """The median seconds of three steps, after one that compiles. They change no weights."""
-    cfg, weights, P = run.cfg, run.rollout.reward_weights, run.sizes.prompts_per_step
+    cfg, advantage_config, P = run.cfg, run.advantage_config, run.sizes.prompts_per_step
     ref_params, seconds, number = None, [], 0
     if cfg.beta > 0:
         ref_params = combine_params(params, first_params(run, run.learner.compute.dtype))
@@ -114,14 +115,14 @@ def time_step(run: Run, backend: Backend, params: Params) -> float:
     for step in range(4):
         began, rounds = time.perf_counter(), []
         backend.update_weights(params)
-        while not has_enough_groups(cfg, rounds, weights):
+        while not has_enough_groups(rounds, advantage_config, cfg.max_rounds()):
             indices = batch_indices(len(run.train_prompts), P, number, cfg.seed)
             rounds.append(sample_round(run, backend, indices, number))
             number += 1
         backend.release()
-        batch = choose_groups(rounds, cfg.adv_estimator, weights)
+        batch = choose_groups(rounds, advantage_config)
         # The seconds depend on which advantages are 0, and not on the others.
-        has_signal = ~have_equal_rewards(batch, cfg.adv_estimator, weights)
+        has_signal = ~have_equal_rewards(batch, advantage_config)
         batch = batch._replace(advantages=np.repeat(has_signal, cfg.num_pre_q).astype(float))
         batch = with_logps(run, params, ref_params, batch)
         for groups in groups_of_updates(P, cfg.num_mini_batches, cfg.ppo_epochs, (cfg.seed, step)):
@@ -155,7 +156,7 @@ def entries_of(run: Run, batch: Batch, indices: list[int]) -> Rows:
         goes_on = penalty < -0.5 or any(mark in text for mark in marks)
         symptoms.append("" if stopped else "never_stops" if goes_on else name)
     entries = completion_entries(rollout, batch, "symptom", np.array(symptoms))
-    is_equal = have_equal_rewards(batch, run.cfg.adv_estimator, rollout.reward_weights)
+    is_equal = have_equal_rewards(batch, run.advantage_config)
     rates = map(log.mean_without_nan, batch.function_rewards[:, 0].reshape(-1, K))
     return [
         log.to_json_values({"index": i, "rate": rate, "signal": not equal}) | entry
@@ -191,10 +192,11 @@ def describe(run: Run, entries: Rows, step: int, seconds: float, rules: Any) -> 
             f"min={x.min():g} max={x.max():g} scored_frac={is_scored.mean():.4f}"
         )
         is_constant = weight != 0 and x.min() == x.max()
-        no_format |= is_constant and function is reward_format and x[0] == 0
+        built_in = inspect.unwrap(function)  # as it reads <think> and <answer>
+        no_format |= is_constant and built_in is reward_format and x[0] == 0
         # Of a function behind the first, 0 may be a penalty that is never due, and 1 the best.
         is_suspect = function is functions[0] or x[0] not in (0, 1)
-        if is_constant and is_suspect and function not in BUILT_IN:
+        if is_constant and is_suspect and built_in not in BUILT_IN:
             constant += f"{name} gives {x[0]:g} to every completion. "
     if len(entries) < rules.WINDOW:
         return [*lines, f"cause: none yet: it needs {rules.WINDOW} questions"]

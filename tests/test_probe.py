@@ -107,6 +107,7 @@ def probe_here(monkeypatch, says: list[str], *flags: str, **env: str) -> None:
     probe.probe_command(cfg, parse_command_line(["--probe", "16", *flags]))
 
 
+TAGS = {"ANSWER_TAGS": "reasoning,answer"}
 PLANTED = [
     ("no_generation_prompt", [], {"CHAT_TEMPLATE": "{}/only_users.jinja"}),
     ("no_accuracy", [], {"REWARD_FN": "{}/mine.py:none"}),
@@ -114,11 +115,13 @@ PLANTED = [
     ("never_stops", ["<think>1+1=2" + " 1+1" * 30], {}),
     ("never_stops", ["<answer>1</answer><|im_start|>user\nAnd 1+2, if 3 of them were lost?"], {}),
     ("thinks_too_long", [], {"MAX_LENGTH_SAMPLE": "10"}),
+    ("thinks_too_long", ["<reasoning>1+2=3, 4+5=9, 6+7=13, 8-3=5, 9-6=3, 2+9=11"], TAGS),
     ("all_truncated", ["The apples are 5 and the pens are 7, so that we get 12, but some are"], {}),
     ("constant_reward", [], {"REWARD_FN": "{}/mine.py:half"}),
     ("constant_reward", [], {"REWARD_FN": "{}/mine.py:never"}),
     ("constant_reward", [], {"REWARD_FN": "reward_correct,{}/mine.py:half"}),
     ("format_never", ["It is 26<|im_end|>", "It is 28<|im_end|>", "It is 33<|im_end|>"], {}),
+    ("format_never", ["It is 26<|im_end|>", "It is 28<|im_end|>", "It is 33<|im_end|>"], TAGS),
     ("too_hard", [f"{WRONG}<|im_end|>", "It is -1<|im_end|>"], {}),
     ("too_easy", [f"{RIGHT}<|im_end|>"], {"DATASET": "{}/sevens.jsonl"}),
     ("no_signal", [], {"REWARD_FN": "{}/mine.py:odd_question"}),

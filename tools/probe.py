@@ -24,7 +24,14 @@ from infra import hosts, log, resume
 from infra.mistakes import UserMistake, import_optional, writing
 from metrics import PHASES, are_right, completion_entries, sample_table
 from model.params import Params, combine_params
-from rewards import BUILT_IN, repetition_penalty, reward_format, without_open_thought
+from rewards import (
+    BUILT_IN,
+    TAG_NAMES,
+    rename_tags,
+    repetition_penalty,
+    reward_format,
+    without_open_thought,
+)
 from rollout import choose_groups, completion_texts, has_enough_groups, have_equal_rewards
 from rows import Batch
 from run import Run
@@ -106,7 +113,7 @@ def sample_round(run: Run, backend: Backend, indices: Any, number: int, step: in
 
 def time_step(run: Run, backend: Backend, params: Params) -> float:
     """The median seconds of three steps, after one that compiles. They change no weights."""
-    cfg, advantage_config, P = run.cfg, run.advantage_config, run.sizes.prompts_per_step
+    cfg, P, advantage_config = run.cfg, run.sizes.prompts_per_step, run.advantage_config
     ref_params, seconds, number = None, [], 0
     if cfg.beta > 0:
         ref_params = combine_params(params, first_params(run, run.learner.compute.dtype))
@@ -140,9 +147,8 @@ def entries_of(run: Run, batch: Batch, indices: list[int]) -> Rows:
     which a completion that was cut off is an example; "" if it was not. indices: as above."""
     rollout, K, symptoms = run.rollout, batch.completions_per_prompt(), []
     # What a completion has only after its end: special tokens, and the template's next turn.
-    special = {
-        x.content for x in rollout.chat_format.tokenizer.added_tokens_decoder.values() if x.special
-    }
+    added = rollout.chat_format.tokenizer.added_tokens_decoder.values()
+    special = {token.content for token in added if token.special}
     marks = {x for x in special if not any(word in x for word in ("think", "thought", "tool"))}
     chat = [{"role": role, "content": SENTINEL} for role in ("user", "assistant", "user")]
     with contextlib.suppress(UserMistake):  # the template takes a single question
@@ -152,7 +158,9 @@ def entries_of(run: Run, batch: Batch, indices: list[int]) -> Rows:
     pairs = zip(batch.completion_ids, batch.sampled_mask, strict=True)
     penalties = repetition_penalty(texts, [ids[mask > 0].tolist() for ids, mask in pairs])
     for text, penalty, stopped in zip(texts, penalties, batch.stopped, strict=True):
-        name = "thinks_too_long" if without_open_thought(text) != text else "all_truncated"
+        tagged = text, rename_tags(text, run.cfg.tag_names(), TAG_NAMES)
+        is_open = any(without_open_thought(x) != x for x in tagged)
+        name = "thinks_too_long" if is_open else "all_truncated"
         goes_on = penalty < -0.5 or any(mark in text for mark in marks)
         symptoms.append("" if stopped else "never_stops" if goes_on else name)
     entries = completion_entries(rollout, batch, "symptom", np.array(symptoms))
@@ -185,18 +193,18 @@ def describe(run: Run, entries: Rows, step: int, seconds: float, rules: Any) -> 
     ]
     constant, no_format = "", False
     for function, weight, column in zip(functions, rollout.reward_weights, rewards.T, strict=True):
-        name, is_scored = function.__name__, ~np.isnan(column)
+        name, original = function.__name__, inspect.unwrap(function)  # without ANSWER_TAGS
+        is_scored = ~np.isnan(column)
         x = column[is_scored] if is_scored.any() else column[:1]
         lines.append(
             f"probe reward={name} weight={weight:g} mean={x.mean():.4f} std={x.std():.4f} "
             f"min={x.min():g} max={x.max():g} scored_frac={is_scored.mean():.4f}"
         )
         is_constant = weight != 0 and x.min() == x.max()
-        built_in = inspect.unwrap(function)  # as it reads <think> and <answer>
-        no_format |= is_constant and built_in is reward_format and x[0] == 0
+        no_format |= is_constant and original is reward_format and x[0] == 0
         # Of a function behind the first, 0 may be a penalty that is never due, and 1 the best.
         is_suspect = function is functions[0] or x[0] not in (0, 1)
-        if is_constant and is_suspect and built_in not in BUILT_IN:
+        if is_constant and is_suspect and original not in BUILT_IN:
             constant += f"{name} gives {x[0]:g} to every completion. "
     if len(entries) < rules.WINDOW:
         return [*lines, f"cause: none yet: it needs {rules.WINDOW} questions"]
@@ -215,9 +223,8 @@ def describe(run: Run, entries: Rows, step: int, seconds: float, rules: Any) -> 
     chat, render = [[{"role": "user", "content": SENTINEL}]], rollout.chat_format.render
     if (prompt := render(chat)) == render(chat, add_generation_prompt=False):
         # Alone it is no mistake, because some templates have nothing before an answer.
-        if causes or prompt[0].rstrip().endswith(
-            (*rollout.chat_format.tokenizer.all_special_tokens,)
-        ):
+        ends = tuple(rollout.chat_format.tokenizer.all_special_tokens)
+        if causes or prompt[0].rstrip().endswith(ends):
             causes.insert(0, "no_generation_prompt")
     for cause in causes[:3]:
         i = symptoms.index(cause) if cause in symptoms else 0

@@ -37,6 +37,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from config import Config
@@ -82,6 +83,8 @@ def import_engine(devices: Sequence[jax.Device]) -> Any:
     raise_if_platform_unsupported(platform)
     logging.getLogger("sgl_jax").setLevel(logging.ERROR)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    # A module of jax's tests, which the engine imports, would abort this process 3 s after SIGTERM.
+    util.install_failure_signal_handler = lambda: None
     try:
         from sgl_jax.srt.entrypoints import engine
         from sgl_jax.srt.managers import (

@@ -149,7 +149,7 @@ def test_a_run_with_the_engine_that_is_stopped_and_killed_ends_like_the_undistur
     first.send_signal(signal.SIGTERM)
     stopped = finish(first, out)
     assert stopped.code == 128 + signal.SIGTERM, stopped.errors
-    assert "STOPPED: SIGTERM" in stopped.lines, stopped.errors
+    assert "STOPPED: SIGTERM" in stopped.lines and stopped.errors == ""
     second = start(out, given | ENGINE | {"SGLANG_JAX_MAX_TOTAL_TOKENS": "120"}, 1)
     wait_for(second, "^step=1")
     second.kill()
@@ -334,6 +334,7 @@ def test_if_one_of_two_engines_fails_or_is_stopped_both_end_and_go_on_to_the_sam
     running[1].send_signal(signal.SIGTERM)
     for stopped in end(running):
         assert stopped.code == 128 + signal.SIGTERM and "STOPPED: SIGTERM" in stopped.lines
+        assert stopped.errors == ""
     other, failed = end(start_two(outs, 1, **given, changes=FAILING))
     assert (other.code, failed.code) == (1, 1), other.errors + failed.errors
     gone = "error: another process is gone; its log says why (process 1 failed before a barrier)"

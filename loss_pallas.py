@@ -52,26 +52,29 @@ class Kernel(NamedTuple):
         *,
         support: jax.Array | None = None,
         temperature: float = 1.0,
+        cap: float = 0.0,
         mesh: Mesh | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Log p of `ids` and the entropy of each distribution, both [...] float32 nats.
 
         hidden: [..., D] bfloat16 or float32; the matmuls use this dtype. lm_head: [V, D].
-        ids: [...] int32. The logits are float32, divided by temperature.
+        ids: [...] int32. The logits are float32, divided by temperature. With a cap, products x
+        of hidden and lm_head become cap tanh(x / cap) before.
         mesh: its axes are dp, fsdp and tp; the first axis of hidden and both axes of lm_head are
         split over them. None: one device holds everything.
         Raises ValueError for a support, which the kernel does not compute.
         """
         if support is not None:
             raise ValueError("the kernel of POLICY_LOSS_IMPL=pallas computes no support; jax does")
-        return _token_logps(hidden, lm_head, ids, Call(self, temperature, mesh))
+        return _token_logps(hidden, lm_head, ids, Call(self, temperature, cap, mesh))
 
 
 def reference(
-    hidden: jax.Array, lm_head: jax.Array, ids: jax.Array, temperature: float = 1.0
+    hidden: jax.Array, lm_head: jax.Array, ids: jax.Array, temperature: float = 1.0, cap: float = 0
 ) -> tuple[jax.Array, jax.Array]:
     """The same as the kernel, from an array of all logits."""
-    logits = _dot(hidden, lm_head.astype(hidden.dtype), hidden.ndim - 1, 1) / temperature
+    products = _dot(hidden, lm_head.astype(hidden.dtype), hidden.ndim - 1, 1)
+    logits = _softcap(products, cap) / temperature
     table = jax.nn.log_softmax(logits)  # [..., V]
     logps = jnp.take_along_axis(table, ids[..., None], axis=-1)[..., 0]
     return logps, -(jnp.exp(table) * table).sum(axis=-1)
@@ -85,6 +88,7 @@ class Call(NamedTuple):
 
     kernel: Kernel
     temperature: float
+    cap: float
     mesh: Mesh | None
 
 
@@ -156,8 +160,7 @@ class Tiles(NamedTuple):
 
 def _tiles(call: Call, hidden: jax.Array, lm_head: jax.Array) -> Tiles:
     rows = lm_head.shape[0]
-    size = block_sizes(hidden.shape[-1], hidden.dtype.itemsize, call.kernel.device_kind)[1]
-    return Tiles(rows, min(size, rows), call.mesh)
+    return Tiles(rows, min(_sizes(call, hidden)[1], rows), call.mesh)
 
 
 def _forward_shard(
@@ -217,7 +220,7 @@ def _logits(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Three arrays [block, tile]: the float32 logits, whether a logit is new (its row is
     not one that the previous tile has counted), and whether it is the sampled token's new logit."""
-    logits = _dot(hidden, w, 1, 1) * (1 / call.temperature)
+    logits = _softcap(_dot(hidden, w, 1, 1), call.cap) * (1 / call.temperature)
     column = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     is_new = column >= tile_offset[1]
     return logits, is_new, is_new & (column == ids - tile_offset[0])
@@ -235,7 +238,7 @@ def _forward_tile(
     largest): the largest logit, the sampled token's logit, the sum of e, and the sum of
     e (logit - largest). tile_offset: [2], of Tiles.load."""
     tokens, D = hidden.shape
-    block = min(_block(call, hidden), tokens)
+    block = min(_sizes(call, hidden)[0], tokens)
 
     def kernel(
         offset_ref: Ref,  # [2]
@@ -289,7 +292,7 @@ def _backward_tile(
     write grad_hidden in HBM for every tile.
     """
     (tokens, D), tile = hidden.shape, len(w)
-    block = min(_block(call, hidden), tokens)
+    block = min(_sizes(call, hidden)[0], tokens)
     blocks = pl.cdiv(tokens, block)
     cores = _vmem_and_cores(call.kernel.device_kind)[1]
     cores = cores if blocks % cores == 0 else 1
@@ -311,6 +314,8 @@ def _backward_tile(
         p = jnp.where(is_new, jnp.exp(logp), 0.0)
         g = jnp.where(is_sampled, grad_logp, 0.0)
         g -= p * (grad_logp + grad_entropy * (logp + entropy))
+        if call.cap:  # the derivative of the capped logit
+            g *= 1 - (logits * (call.temperature / call.cap)) ** 2
         g = (g * (1 / call.temperature)).astype(hidden.dtype)  # [block, tile]
         if tokens % block:  # The last block reads past the end, where the values may be NaN.
             i = pl.program_id(0) * (blocks // cores) + pl.program_id(1)
@@ -359,6 +364,10 @@ def _unpack(packed: jax.Array) -> list[jax.Array]:
     return [packed[:, i : i + 1] for i in range(COLUMNS)]
 
 
+def _softcap(x: jax.Array, cap: float) -> jax.Array:
+    return cap * jnp.tanh(x / cap) if cap else x
+
+
 def _dot(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
     """Contracts axis_a of a with axis_b of b, in float32."""
     # A TPU would round float32 operands to bfloat16 by default.
@@ -376,7 +385,7 @@ def _vmem_and_cores(device_kind: str) -> tuple[int, int]:
     return mib * 2**20, cores
 
 
-def block_sizes(D: int, itemsize: int, device_kind: str) -> tuple[int, int]:
+def block_sizes(D: int, itemsize: int, device_kind: str, has_cap: bool = False) -> tuple[int, int]:
     """(tokens of a block, rows of a tile), the largest whose backward fits into VMEM.
 
     With more rows in a tile, hidden and its gradient are read from HBM fewer times.
@@ -388,9 +397,10 @@ def block_sizes(D: int, itemsize: int, device_kind: str) -> tuple[int, int]:
         weight_bytes = tile * D * (2 * itemsize + 4)
         # Two buffers of hidden, of its gradient in and of its gradient out; a temporary sum.
         hidden_bytes = block * D * (2 * itemsize + 4 * 4 + 4)
-        # 12 float32 arrays: logits, probabilities and temporaries. The margin is wide: at the sizes
-        # that were compiled (libtpu 0.0.42) the compiler added less than one array.
-        return weight_bytes + hidden_bytes + 12 * block * tile * 4
+        # 12 float32 arrays: logits, probabilities and temporaries, and with a softcap its
+        # derivative. The margin is wide: at the sizes that were compiled (libtpu 0.0.42) the
+        # compiler added less than one array.
+        return weight_bytes + hidden_bytes + (12 + has_cap) * block * tile * 4
 
     limit = _vmem_and_cores(device_kind)[0]
     sizes = [(block, tile) for tile in VOCABULARY_TILES for block in TOKEN_BLOCKS]
@@ -402,8 +412,9 @@ def block_sizes(D: int, itemsize: int, device_kind: str) -> tuple[int, int]:
     )
 
 
-def _block(call: Call, hidden: jax.Array) -> int:
-    return block_sizes(hidden.shape[1], hidden.dtype.itemsize, call.kernel.device_kind)[0]
+def _sizes(call: Call, hidden: jax.Array) -> tuple[int, int]:
+    arguments = hidden.shape[-1], hidden.dtype.itemsize, call.kernel.device_kind
+    return block_sizes(*arguments, has_cap=bool(call.cap))
 
 
 def _settings(call: Call, *semantics: Literal["parallel", "arbitrary"]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from infra.log import progress_bar
 from infra.sizes import PASS_SIZES, completions_per_prompt_in_shard
 from model.attention import KV, Cache, map_kv, prompt_rows
 from model.layout import TRAIN_BATCH_AXES, concatenate_trees, constrain, local_part, shard_batch
-from model.logps import dot
+from model.logps import dot, softcap
 from model.network import ComputeConfig, forward, forward_token, split_prefix
 from model.next_token import Sampling, draw_tokens, support_size
 from model.params import (
@@ -336,7 +336,8 @@ def decode(
         cache = Cache(decoding.prompt, decoding.prompt_mask, decoding.completion, t)
         positions = decoding.last_position + t  # [B]
         hidden, completion = forward_token(params, compute, decoding.token, positions, cache)
-        logits = dot(hidden, head, 1, 1)  # [B, V] float32, as the trainer computes them
+        # [B, V] float32, as the trainer computes them
+        logits = softcap(dot(hidden, head, 1, 1), compute.model.logits_softcap)
         # The matmul splits V over tp, like the lm_head. Drawing a token needs all V logits of the
         # sequence on one device.
         logits = constrain(logits, layout, TRAIN_BATCH_AXES, "tp")

@@ -474,7 +474,8 @@ def with_kernel(cfg: Config, compute: ComputeConfig, device: jax.Device) -> Comp
         return compute
     loss_pallas = import_optional("loss_pallas", f"POLICY_LOSS_IMPL={cfg.policy_loss_impl}")
     try:
-        loss_pallas.block_sizes(compute.model.hidden_size, 2, device.device_kind)
+        sizes = compute.model.hidden_size, 2, device.device_kind, bool(compute.model.logits_softcap)
+        loss_pallas.block_sizes(*sizes)
     except ValueError as error:  # loss_pallas.py imports no UserMistake
         raise UserMistake(str(error)) from None
     return compute._replace(logps_kernel=loss_pallas.Kernel(device.device_kind))

@@ -81,6 +81,7 @@ def compute_logps_and_entropies(
         micro_batch.targets,
         support=micro_batch.support,
         temperature=temperature,
+        cap=compute.model.logits_softcap,
         mesh=compute.layout.mesh,
     )  # each [X, C]
     at_slots = jax.vmap(lambda x, slots: x[slots])

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from model.layout import Layout, constrain_batch
-from model.logps import MASKED  # the score of a key that is not seen
+from model.logps import MASKED, softcap  # MASKED: the score of a key that is not seen
 from model.one_softmax import attend_with_one_softmax, has_one_softmax
 
 ALL_POSITIONS = 2**30  # above every position: a window of this size hides nothing
@@ -131,21 +131,22 @@ def visible(queries: Iterable[jax.Array], keys: Iterable[jax.Array], S: int) -> 
 # ---- Attention -----------------------------------------------------------------------------------
 
 
-def attention(q: jax.Array, kv: KV, rows: PackedRows, layout: Layout) -> jax.Array:
+def attention(q: jax.Array, kv: KV, rows: PackedRows, layout: Layout, cap: float) -> jax.Array:
     """softmax(q k^T / sqrt(h)) v over the keys that a token sees: [X, t, H*h] in q's dtype.
 
-    q: [X, t, H, h]. kv: of the X rows. At padding the result is finite and meaningless.
+    q: [X, t, H, h]. kv: of the X rows. cap: of softcap on the scores, before the mask; 0: none.
+    At padding the result is finite and meaningless.
     """
     q = q * q.shape[-1] ** -0.5
     X, t = rows.segment_ids.shape
     slot = jnp.broadcast_to(jnp.arange(t), (X, t))
     tokens = slot, rows.segment_ids, rows.start, *rows.window
     mask = visible([x[:, :, None] for x in tokens], [x[:, None] for x in tokens], rows.S)
-    return _attend_at_once(q, [(kv, mask)], layout)
+    return _attend_at_once(q, [(kv, mask)], layout, cap)
 
 
 def cached_attention(
-    q: jax.Array, cache: Cache, layout: Layout, window: jax.Array | None = None
+    q: jax.Array, cache: Cache, layout: Layout, cap: float, window: jax.Array | None = None
 ) -> jax.Array:
     """Attention of one new token per sequence: [B, 1, H*h].
 
@@ -165,13 +166,13 @@ def cached_attention(
         )
     parts = [(cache.completion, written[None, None]), (cache.prompt, prompt_mask)]
     attend = attend_with_one_softmax if has_one_softmax(cache.prompt, layout) else _attend_at_once
-    return attend(q, parts, layout)
+    return attend(q, parts, layout, cap)
 
 
 # ---- All scores at once: short rows, and a new token with its cache ------------------------------
 
 
-def _attend_at_once(q: jax.Array, parts: list[tuple[KV, jax.Array]], layout: Layout) -> jax.Array:
+def _attend_at_once(q: jax.Array, parts: Any, layout: Layout, cap: float) -> jax.Array:
     """Attention with all scores at once, one softmax over all parts: [X, t, H*h] in q's dtype.
 
     q: [X, t, H, h]. parts: pairs of a KV and its mask. A KV is of the X rows, and its mask is
@@ -187,7 +188,7 @@ def _attend_at_once(q: jax.Array, parts: list[tuple[KV, jax.Array]], layout: Lay
         mask = mask if mask.shape[1] == 1 else jnp.repeat(mask, H // N, axis=1)
         grouped = q.reshape(P, share, N, queries, h).swapaxes(1, 2)
         grouped = constrain_batch(grouped.reshape(P, N, share * queries, h), layout)
-        part = _unnormalized(grouped, kv, mask[:, None])
+        part = _unnormalized(grouped, kv, mask[:, None], cap)
         part = [x.reshape(P, N, share, queries, -1).swapaxes(1, 2) for x in part]
         scored.append([constrain_batch(x.reshape(X, N, queries, -1), layout) for x in part])
     # The sums of a part are relative to its own maximum.
@@ -200,13 +201,13 @@ def _attend_at_once(q: jax.Array, parts: list[tuple[KV, jax.Array]], layout: Lay
     return out.swapaxes(1, 2).reshape(X, t, H * h)
 
 
-def _unnormalized(q: jax.Array, kv: KV, mask: jax.Array) -> list[jax.Array]:
+def _unnormalized(q: jax.Array, kv: KV, mask: jax.Array, cap: float) -> list[jax.Array]:
     """Three float32 arrays: the highest score [X, N, queries, 1], and relative to it the sum of the
     weights [X, N, queries, 1] and the weighted sum of the values [X, N, queries, h].
 
     q: [X, N, queries, h]. mask: it broadcasts to [X, N, queries, keys].
     """
-    scores = jnp.where(mask, multiply("xnqh,xnhk->xnqk", q, kv.k), MASKED)
+    scores = jnp.where(mask, softcap(multiply("xnqh,xnhk->xnqk", q, kv.k), cap), MASKED)
     # No gradient: the highest score cancels in the quotient.
     max_score = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
     weights = jnp.exp(scores - max_score)

@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec
 
 from model.attention import ALL_POSITIONS, KV, PackedRows, multiply, visible
 from model.layout import Layout, gather_processes
-from model.logps import MASKED
+from model.logps import MASKED, softcap
 
 # Tokens of a block. On CPUs 64 was the fastest of 32 to 512. Elsewhere small blocks would
 # be many small kernels.
@@ -39,7 +39,9 @@ IN_ROUNDS = {"gpu"}  # the platforms with this schedule
 UNROLLED_ROUNDS = 3
 
 
-def block_attention(q: jax.Array, kv: KV, rows: PackedRows, layout: Layout) -> jax.Array:
+def block_attention(
+    q: jax.Array, kv: KV, rows: PackedRows, layout: Layout, cap: float
+) -> jax.Array:
     q = q * q.shape[-1] ** -0.5
     (X, t), lists = rows.segment_ids.shape, rows.key_blocks
     block_size, in_rounds = schedule(t, layout)
@@ -48,7 +50,8 @@ def block_attention(q: jax.Array, kv: KV, rows: PackedRows, layout: Layout) -> j
         lists = np.tile(np.where(np.tri(n), np.arange(n), n).astype(np.int32), (X, 1, 1))
     if in_rounds:
         rows = rows._replace(window=(lists, *rows.window))
-    return on_each_device(functools.partial(_blocks_shard, rows.S, layout), q, kv, rows, layout)
+    shard = functools.partial(_blocks_shard, rows.S, cap, layout)
+    return on_each_device(shard, q, kv, rows, layout)
 
 
 def with_key_blocks(micro_steps: Sequence[Any], S: int, layout: Layout) -> Sequence[Any]:
@@ -92,7 +95,7 @@ def on_each_device(
     """What attend computes of the rows and heads of each device: [X, t, H*h]. Rows are sharded
     over the batch axes, and heads over tp if it is not one of them. q: [X, t, H, h].
 
-    attend: a function as _blocks_shard is, after its first two arguments.
+    attend: a function as _blocks_shard is, after its first three arguments.
     """
     head_axis = None if "tp" in layout.batch_axes else "tp"
     k, v = kv.k.swapaxes(2, 3), kv.v  # [X, N, t, h]
@@ -114,6 +117,7 @@ def on_each_device(
 
 def _blocks_shard(
     S: int,
+    cap: float,
     layout: Layout,
     q: jax.Array,
     k: jax.Array,
@@ -139,7 +143,7 @@ def _blocks_shard(
     slot = jnp.arange(t + missing).reshape(-1, 1, block_size)
     tokens = slot, split(segment_ids, 1, padding=-1), *(split(x, 1) for x in (start, *window))
     arrays = split(q.reshape(X, N, H // N, t, h), 3), split(k, 2), split(v, 2)
-    attend = functools.partial(_attend_in_blocks, S)
+    attend = functools.partial(_attend_in_blocks, S, cap)
     if lists is None:
         out = attend(*arrays, tokens, block_pairs(needed_blocks(tokens[1:], S)))
     else:
@@ -148,17 +152,17 @@ def _blocks_shard(
     return out.transpose(1, 0, 4, 2, 3, 5).reshape(X, t + missing, H * h)[:, :t]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend_in_blocks(
-    S: int, q: jax.Array, k: jax.Array, v: jax.Array, tokens: tuple[jax.Array, ...], steps: Any
+    S: int, cap: float, q: jax.Array, k: jax.Array, v: jax.Array, tokens: Any, steps: Any
 ) -> jax.Array:
     """Attention of a scaled q, in its shape and dtype. steps: the pairs and their number from
     block_pairs, or the lists [num_blocks, R] of a row."""
-    return _forward(S, q, k, v, tokens, steps)[0]
+    return _forward(S, cap, q, k, v, tokens, steps)[0]
 
 
 def _forward(
-    S: int, q: jax.Array, k: jax.Array, v: jax.Array, tokens: tuple[jax.Array, ...], steps: Any
+    S: int, cap: float, q: jax.Array, k: jax.Array, v: jax.Array, tokens: Any, steps: Any
 ) -> tuple[jax.Array, Any]:
     """The attention, and the residuals of _backward: the arguments, the attention, and the
     logarithm of the sum of each query's weights [num_blocks, X, N, H/N, block_size] float32.
@@ -170,7 +174,7 @@ def _forward(
 
     def step(carry: Any, i: Any, j: jax.Array) -> Any:
         max_score, total, values = (x[i] for x in carry)
-        scores = _scores(q, k, tokens, S, i, j)
+        scores = _scores(q, k, tokens, S, cap, i, j)
         new_max = jnp.maximum(max_score, scores.max(axis=-1))
         weights, scale = jnp.exp(scores - new_max[..., None]), jnp.exp(max_score - new_max)
         new_values = multiply("xnmqk,xnkh->xnmqh", weights.astype(q.dtype), _take(v, j))
@@ -184,7 +188,7 @@ def _forward(
     return out, (q, k, v, tokens, steps, out, max_score + jnp.log(total))
 
 
-def _backward(S: int, residuals: Any, grad_out: jax.Array) -> Any:
+def _backward(S: int, cap: float, residuals: Any, grad_out: jax.Array) -> Any:
     """The gradients of q, k and v. The attention weights are recomputed from the scores and their
     logsumexp."""
     q, k, v, tokens, steps, out, log_total = residuals
@@ -192,10 +196,13 @@ def _backward(S: int, residuals: Any, grad_out: jax.Array) -> Any:
 
     def step(carry: Any, i: Any, j: jax.Array) -> Any:
         grad_q, grad_k, grad_v = carry
-        weights = jnp.exp(_scores(q, k, tokens, S, i, j) - log_total[i][..., None])
+        scores = _scores(q, k, tokens, S, cap, i, j)
+        weights = jnp.exp(scores - log_total[i][..., None])
         grad_weights = multiply("xnmqh,xnkh->xnmqk", grad_out[i], _take(v, j))
-        grad_scores = (weights * (grad_weights - inner[i][..., None])).astype(q.dtype)
-        weights = weights.astype(q.dtype)
+        grad_scores = weights * (grad_weights - inner[i][..., None])
+        if cap:  # Clipped, since the square of MASKED is infinite.
+            grad_scores *= 1 - jnp.clip(scores / cap, -1, 1) ** 2
+        grad_scores, weights = grad_scores.astype(q.dtype), weights.astype(q.dtype)
         return (
             _add(grad_q, i, multiply("xnmqk,xnkh->xnmqh", grad_scores, _take(k, j))),
             _add(grad_k, j, multiply("xnmqk,xnmqh->xnkh", grad_scores, q[i])),
@@ -240,14 +247,14 @@ def _add(x: jax.Array, at: Any, y: jax.Array) -> jax.Array:
 
 
 def _scores(
-    q: jax.Array, k: jax.Array, tokens: tuple[jax.Array, ...], S: int, i: Any, j: jax.Array
+    q: jax.Array, k: jax.Array, tokens: Any, S: int, cap: float, i: Any, j: jax.Array
 ) -> jax.Array:
     """The masked scores of block i of queries and block j of keys, which may be none: [X, N, H/N,
     block_size, block_size] float32."""
     queries = [x[i][:, None, None, :, None] for x in tokens]
     # The keys of a block that does not exist are of no prompt.
     keys = [_take(x, j, fill=ALL_POSITIONS)[:, None, None, None, :] for x in tokens]
-    scores = multiply("xnmqh,xnkh->xnmqk", q[i], _take(k, j))
+    scores = softcap(multiply("xnmqh,xnkh->xnmqk", q[i], _take(k, j)), cap)
     return jnp.where(visible(queries, keys, S), scores, MASKED)
 
 

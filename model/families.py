@@ -25,15 +25,15 @@ LOCAL = "sliding_attention"  # a type of layers, as FULL and LINEAR are
 # model_type of a model that also sees images -> the architecture of its text part
 TEXT_PARTS = {"gemma3": "Gemma3ForCausalLM", "qwen3_5": "Qwen3_5ForCausalLM"}
 OPENED_WITH_TOWER = ("gemma3",)  # of these, as a language model, by transformers
+SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")  # null: none
 # Keys of config.json with the only value that is supported, which is also the default.
 ONLY = {
     "hidden_act": "silu",
-    "hidden_activation": "gelu_pytorch_tanh",  # of Gemma 3
+    "hidden_activation": "gelu_pytorch_tanh",  # of Gemma
     "use_sliding_window": False,
     "mlp_bias": False,
     "attention_bias": False,
-    "attn_logit_softcapping": None,
-    "final_logit_softcapping": None,
+    **dict.fromkeys(SOFTCAPS),
     "use_bidirectional_attention": False,
     "attn_output_gate": True,  # of Qwen3.5
 }
@@ -132,9 +132,10 @@ def _granite(config: Any, model: ModelConfig, need: Need) -> dict[str, Any]:
     }
 
 
-def _gemma3(config: Any, model: ModelConfig, need: Need) -> dict[str, Any]:
-    """Local layers have a sliding window; the others are global."""
-    rope = config.rope_parameters[LOCAL]
+def _gemma(config: Any, model: ModelConfig, need: Need) -> dict[str, Any]:
+    """Local layers have a sliding window, and in Gemma 3 a rope of their own; the others are
+    global. Only Gemma 2 has softcaps."""
+    rope = config.rope_parameters.get(LOCAL, config.rope_parameters)
     need(rope["rope_type"] == "default", "rope_parameters", f"rope_type default for {LOCAL}")
     need({*config.layer_types} <= {LOCAL, FULL}, "layer_types", f"{LOCAL} or {FULL}")
     return {
@@ -142,6 +143,8 @@ def _gemma3(config: Any, model: ModelConfig, need: Need) -> dict[str, Any]:
         "layer_variants": tuple(int(kind == LOCAL) for kind in config.layer_types),
         "embedding_multiplier": math.sqrt(model.hidden_size),
         "query_multiplier": math.sqrt(model.head_dim / config.query_pre_attn_scalar),
+        "attention_softcap": config.attn_logit_softcapping or 0.0,
+        "logits_softcap": config.final_logit_softcapping or 0.0,
     }
 
 
@@ -187,9 +190,10 @@ FAMILIES = {  # by model_type
     "mistral": Family(read=_mistral),
     "smollm3": Family(read=_smollm3),
     "granite": Family(read=_granite),
+    "gemma2": Family(GEMMA, _gemma, [*REQUIRED, "sliding_window"], ("hidden_act", *SOFTCAPS), ()),
     # Its large models leave out the other keys.
     "gemma3_text": Family(
-        {"qk_norm": True, **GEMMA}, _gemma3, [*SIZES, "sliding_window"], scaled_rope=("linear",)
+        {"qk_norm": True, **GEMMA}, _gemma, [*SIZES, "sliding_window"], scaled_rope=("linear",)
     ),
     "qwen3_5_text": Family(QWEN35, _qwen35, scaled_rope=()),
 }
@@ -246,12 +250,12 @@ ACTIVATIONS = {"silu": jax.nn.silu, "gelu": _gelu}
 
 
 def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:
-    """The values that are not null, also of dictionaries within them. In Mistral null turns off the
-    sliding window that transformers would fill in."""
+    """The values that are not null, also of dictionaries within them. In Mistral and Gemma 2 null
+    turns off the sliding window and the softcaps that transformers would fill in."""
     return {
         key: _without_nulls(value) if isinstance(value, dict) else value
         for key, value in values.items()
-        if value is not None or key == "sliding_window"
+        if value is not None or key in ("sliding_window", *SOFTCAPS)
     }
 
 

@@ -33,13 +33,14 @@ def token_logps(
     *,
     support: jax.Array | None = None,
     temperature: float = 1.0,
+    cap: float = 0.0,
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Log p of `ids` and the entropy of each distribution, both [...] float32 nats.
 
     With a support p is the softmax over its tokens; the entropy is over the whole vocabulary.
     hidden: [..., D] float32 or bfloat16; the matmuls use this dtype. lm_head: [V, D].
-    ids: [...] int32. The logits are float32, divided by temperature.
+    ids: [...] int32. The logits are float32: softcap(product, cap) / temperature.
     support: [..., U] int32. The U ids of a token differ; unused slots are -1.
     mesh: its axes are dp, fsdp and tp; the first axis of hidden and both axes of lm_head are split
     over them. None: one device holds everything.
@@ -51,7 +52,7 @@ def token_logps(
     ids = ids.reshape(-1, 1)
     support = None if support is None else support.reshape(len(ids), -1)
     shard_sums = functools.partial(
-        _shard_sums, tiles=tiles, dtype=hidden.dtype, temperature=temperature, mesh=mesh
+        _shard_sums, tiles=tiles, dtype=hidden.dtype, temperature=temperature, cap=cap, mesh=mesh
     )
     if tp == 1:  # On a CPU, vmap over a single shard would take 1.5 times as long.
         sums = shard_sums(flat, _constrain(lm_head, mesh, None, "fsdp"), ids, support)
@@ -98,6 +99,7 @@ def _shard_sums(
     tiles: int,
     dtype: np.dtype,
     temperature: float,
+    cap: float,
     mesh: Mesh | None,
 ) -> TileSums:
     """The sums of each tile of one tp shard of the lm_head, [tiles, tokens].
@@ -112,7 +114,7 @@ def _shard_sums(
     def tile_sums(weights_and_start: tuple[jax.Array, jax.Array]) -> TileSums:
         weights, start = weights_and_start  # [tile, D], and its first row in the shard
         multiply = _multiply if tiles == 1 else _multiply_tile
-        products = multiply(hidden, weights, dtype, mesh)  # [tokens, tile]
+        products = softcap(multiply(hidden, weights, dtype, mesh), cap)  # [tokens, tile]
         column = jnp.arange(tile)
         if height % tiles:  # the last tile is padded
             products = jnp.where(column < height - start, products, MASKED)
@@ -171,6 +173,11 @@ def _multiply_backward(
 
 _multiply_tile = jax.custom_vjp(_multiply, nondiff_argnums=(2, 3))
 _multiply_tile.defvjp(lambda *args: (_multiply(*args), args[:2]), _multiply_backward)
+
+
+def softcap(x: jax.Array, cap: float) -> jax.Array:
+    """x squashed into (-cap, cap), as Gemma 2 does with scores and logits; cap 0: x."""
+    return cap * jnp.tanh(x / cap) if cap else x
 
 
 def dot(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:

@@ -1,5 +1,5 @@
 """The forward of Qwen2/Qwen2.5, Qwen3, Qwen3.5 (dense, text), Llama 3, Mistral, SmolLM3, Granite 3
-(dense) and Gemma 3 (text) in its three uses: prefill, decode and training.
+(dense), Gemma 2 and Gemma 3 (text) in its three uses: prefill, decode and training.
 
 In all three the last token of the prompt is fed together with the completion. Prefill therefore
 computes only keys and values, and the hidden state of token i predicts completion token i:
@@ -102,7 +102,7 @@ def forward(
         q, kv, gate = _qkv(x, w, compute, _rotary_of_layer(rotary, variant))
         window = _window(model, variant)
         visible = rows if window is None else rows.with_window(positions, window)
-        out = attend(q, kv, visible, layout)
+        out = attend(q, kv, visible, layout, model.attention_softcap)
         return _output_proj_and_mlp(x, out, w, compute, gate), kv
 
     def linear_layer(x: jax.Array, w: LayerWeights) -> tuple[jax.Array, State]:
@@ -163,7 +163,8 @@ def forward_token(
             kvs.append(write_token(completion, i, kv, cache.slot))
             prompt, completion = select_layer(prompt, i), select_layer(kvs[-1], i)
             layer_cache = cache._replace(prompt=prompt, completion=completion)
-            out = cached_attention(q, layer_cache, compute.layout, _window(compute.model, variant))
+            window, cap = _window(compute.model, variant), compute.model.attention_softcap
+            out = cached_attention(q, layer_cache, compute.layout, cap, window)
             x = _output_proj_and_mlp(x, out, w, compute, gate)
         return x, kvs
 

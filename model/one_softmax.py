@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from model.layout import Layout, constrain_batch
-from model.logps import MASKED
+from model.logps import MASKED, softcap
 
 ONE_SOFTMAX = {"gpu"}  # the platforms that decode with this file
 MOST_KV_HEADS = 4  # with N kv heads the products for the scores have N times the FLOPs
@@ -21,11 +21,11 @@ def has_one_softmax(kv: Any, layout: Layout) -> bool:
     return platform in ONE_SOFTMAX and kv.v.shape[1] <= MOST_KV_HEADS
 
 
-def attend_with_one_softmax(q: jax.Array, parts: Any, layout: Layout) -> jax.Array:
+def attend_with_one_softmax(q: jax.Array, parts: Any, layout: Layout, cap: float) -> jax.Array:
     """Attention of one token per sequence, without a gradient: [B, 1, H*h] in q's dtype.
 
-    q: [B, 1, H, h]. parts: those of cached_attention. One reduction over the scores of both finds
-    the highest and the sum of the weights.
+    q: [B, 1, H, h]. parts, cap: those of cached_attention. One reduction over the scores of
+    both parts finds the highest and the sum of the weights.
     """
     (B, _, H, h), N = q.shape, parts[0][0].k.shape[1]
     # Zeros for the keys of other heads: one product of all heads needs no transposed queries.
@@ -34,7 +34,8 @@ def attend_with_one_softmax(q: jax.Array, parts: Any, layout: Layout) -> jax.Arr
     for kv, mask in parts:
         P, *_, keys = kv.k.shape
         x = constrain_batch(wide.reshape(P, -1, N * h), layout)  # [P, B/P * H, N*h]
-        x = jnp.where(mask, multiply("pqd,pdk->pqk", x, kv.k.reshape(P, N * h, keys)), MASKED)
+        x = softcap(multiply("pqd,pdk->pqk", x, kv.k.reshape(P, N * h, keys)), cap)
+        x = jnp.where(mask, x, MASKED)
         scores.append(constrain_batch(x.reshape(B, N, H // N, keys), layout))
     # A concatenation would often be a kernel of its own; a maximum is part of the reduction.
     (x, y), none = scores, [(0, 0, 0)] * 3

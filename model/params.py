@@ -97,6 +97,8 @@ class ModelConfig:
     query_multiplier: float = 1.0  # of queries, in addition to the 1 / sqrt(h) of attention
     residual_multiplier: float = 1.0  # of what attention and feed-forward add to their input
     logits_divisor: float = 1.0  # Granite's logits_scaling
+    attention_softcap: float = 0.0  # scores s become cap tanh(s / cap); 0: they do not
+    logits_softcap: float = 0.0  # of the logits, before the temperature
     # Fields of Layers, and the names of their tensors in files where they are not those of Llama.
     names: tuple[tuple[str, str], ...] = ()
     sees_images: bool = False  # transformers opens it with a vision tower, which is not read

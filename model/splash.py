@@ -25,7 +25,7 @@ MAX_ROW_TOKENS, MAX_COMPLETION_TOKENS = 2**SLOT_BITS, 2 ** (31 - SLOT_BITS)
 
 
 def splash_attention(
-    q: jax.Array, kv: KV, rows: PackedRows, layout: Layout, interpret: bool = False
+    q: jax.Array, kv: KV, rows: PackedRows, layout: Layout, cap: float, interpret: bool = False
 ) -> jax.Array:
     """As `attention`, for rows without a window whose S and t are multiples of LANES.
 
@@ -37,11 +37,13 @@ def splash_attention(
     assert is_aligned, f"rows of {t} slots with {S} for prompts are no multiples of {LANES}"
     assert t <= MAX_ROW_TOKENS, f"the mask of a row of {t} slots does not fit into an int32"
     q = q * q.shape[-1] ** -0.5
-    return on_each_device(functools.partial(_splash_shard, S, interpret), q, kv, rows, layout)
+    shard = functools.partial(_splash_shard, S, cap, interpret)
+    return on_each_device(shard, q, kv, rows, layout)
 
 
 def _splash_shard(
     S: int,
+    cap: float,
     interpret: bool,
     q: jax.Array,
     k: jax.Array,
@@ -71,7 +73,7 @@ def _splash_shard(
             is_mqa=False,
             mask_function=functools.partial(_splash_mask, S),
             mask_value=splash.DEFAULT_MASK_VALUE,
-            attn_logits_soft_cap=None,
+            attn_logits_soft_cap=cap or None,
             block_sizes=splash.BlockSizes(**dict.fromkeys(names, block_size)),
             save_residuals=False,
             residual_checkpoint_name=None,

@@ -354,6 +354,20 @@ FAMILIES = {
         sliding_window_pattern=2,
         tie_word_embeddings=True,
     ),
+    # Its even layers are local. transformers does not read its hidden_act.
+    "gemma2": family(
+        "gemma2",
+        "Gemma2",
+        head_dim=12,
+        hidden_act="gelu",
+        hidden_activation="gelu_pytorch_tanh",
+        query_pre_attn_scalar=20,
+        rope_theta=450.0,
+        sliding_window=16,
+        attn_logit_softcapping=4.0,
+        final_logit_softcapping=3.0,
+        tie_word_embeddings=True,
+    ),
     "mistral": family("mistral", "Mistral", rope_theta=150.0, sliding_window=None),
     # Its second layer has no rotary angles.
     "smollm3": family(
@@ -423,7 +437,7 @@ def tensor_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         layer |= {f"self_attn.{n}_proj.bias": (s,) for n, s in (("q", q), ("k", kv), ("v", kv))}
     if c["model_type"] in ("qwen3", "gemma3_text"):
         layer |= {"self_attn.q_norm.weight": (h,), "self_attn.k_norm.weight": (h,)}
-    if c["model_type"] == "gemma3_text":
+    if c["model_type"] in ("gemma2", "gemma3_text"):
         layer |= {f"{place}_feedforward_layernorm.weight": (D,) for place in ("pre", "post")}
     shapes = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
     layers = [layer] * c["num_hidden_layers"]
@@ -473,7 +487,7 @@ def tensors(c: dict[str, Any]) -> dict[str, np.ndarray]:
     for name, shape in tensor_shapes(c).items():
         x = uniform(name, shape)
         if "norm" in name:
-            adds_one = c["model_type"] in ("gemma3_text", "qwen3_5_text")
+            adds_one = c["model_type"] in ("gemma2", "gemma3_text", "qwen3_5_text")
             made[name] = x if adds_one and "linear_attn" not in name else 1 + x
         elif "bias" in name:
             made[name] = 2 * x

@@ -64,6 +64,7 @@ class Inputs(NamedTuple):
     towards: np.ndarray  # [X, t, H*h], the gradient with respect to the result; 0 at padding
     positions: np.ndarray  # [X, t] int32
     window: int = 2**30  # how many positions a token sees
+    cap: float = 0.0  # of the scores
 
     @property
     def seen(self) -> np.ndarray:
@@ -145,11 +146,15 @@ def numpy_attention(x: Inputs) -> Result:
         for head in range(H if keys else 0):
             n = head // (H // N)
             scores = k[row, n, keys] @ q[row, i, head] / math.sqrt(h)
+            slope = 1.0
+            if x.cap:
+                slope = np.cosh(scores / x.cap) ** -2
+                scores = x.cap * np.tanh(scores / x.cap)
             p = np.exp(scores - scores.max())
             p /= p.sum()
             out[row, i, head] = p @ v[row, n, keys]
             to_p = v[row, n, keys] @ towards[row, i, head]
-            to_scores = p * (to_p - p @ to_p) / math.sqrt(h)
+            to_scores = slope * p * (to_p - p @ to_p) / math.sqrt(h)
             to_q[row, i, head] = to_scores @ k[row, n, keys]
             to_k[row, n, keys] += np.outer(to_scores, q[row, i, head])
             to_v[row, n, keys] += np.outer(p, towards[row, i, head])
@@ -160,11 +165,13 @@ def numpy_attention(x: Inputs) -> Result:
 unoptimised = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
-def attention_in_rounds(q: jax.Array, kv: KV, rows: PackedRows, layout: Layout) -> jax.Array:
+def attention_in_rounds(
+    q: jax.Array, kv: KV, rows: PackedRows, layout: Layout, cap: float
+) -> jax.Array:
     """The schedule of a GPU, here on CPUs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "IN_ROUNDS", {"cpu"})
-        return block_attention(q, kv, rows, layout)
+        return block_attention(q, kv, rows, layout, cap)
 
 
 def with_lists(rows: PackedRows, layout: Layout) -> PackedRows:
@@ -186,7 +193,7 @@ def attend(x: Inputs, impl: str, layout: Layout = ONE_DEVICE) -> Callable[..., j
     """The attention as a function of q, kv, prompt and start."""
     rows = with_lists(x.rows, layout) if impl == "rounds" else x.rows
     return lambda q, kv, prompt, start: IMPLEMENTATIONS[impl](
-        q, kv, rows._replace(segment_ids=prompt, start=start), layout
+        q, kv, rows._replace(segment_ids=prompt, start=start), layout, x.cap
     )
 
 
@@ -258,6 +265,23 @@ def test_a_sliding_window_goes_by_positions_and_not_by_places(
         assert_same(run(x, impl, train_layout(*mesh)), numpy_attention(x))
 
 
+@pytest.mark.parametrize(
+    "impl, shape",
+    [(impl, SMALL[0]) for impl in ("at_once", "blocks", "rounds")]
+    + [(impl, SMALL[5]) for impl in ("blocks", "rounds")]
+    + [("splash", x) for x in (FOR_SPLASH[1], FOR_SPLASH[3])],
+    ids=str,
+)
+def test_scores_are_capped_before_the_mask(
+    monkeypatch: pytest.MonkeyPatch, impl: str, shape: tuple[Any, ...]
+) -> None:
+    """A third of the scores of std 1 are above the cap, and a row has queries that see no key."""
+    monkeypatch.setitem(blocks.BLOCK, "cpu", 5)
+    x = inputs(*shape)._replace(cap=0.9)
+    x = x if impl == "splash" else within(x, 11)
+    assert_same(run(x, impl), numpy_attention(x))
+
+
 @pytest.mark.parametrize("window, mesh", [(2**30, (1, 1, 1)), (2**30, (2, 2, 2)), (9, (2, 2, 2))])
 def test_rounds_and_the_loop_over_pairs_differ_by_rounding(
     monkeypatch: pytest.MonkeyPatch, window: int, mesh: tuple[int, ...]
@@ -293,7 +317,7 @@ def test_several_devices_give_what_one_gives_and_each_gets_its_rows_and_heads(
     of_device = Mock(wraps=getattr(module, function))
     monkeypatch.setattr(module, function, of_device)
     assert_same(run(x, impl, train_layout(2, 2, 2)), numpy_attention(x))
-    shapes = {tuple(a.shape for a in call.args[2:]) for call in of_device.call_args_list}
+    shapes = {tuple(a.shape for a in call.args[3:]) for call in of_device.call_args_list}
     X, H, N, t = 2, 2, 1, 128 + 256  # of a device
     assert shapes == {((X, H, t, 64), (X, N, t, 64), (X, N, t, 64), (X, t), (X, t))}
 
@@ -440,7 +464,7 @@ def test_a_row_that_does_not_fit_in_the_mask_is_refused() -> None:
     prompt = np.zeros((1, splash.MAX_ROW_TOKENS + splash.LANES), np.int32)
     q = np.zeros((*prompt.shape, 1, 1), np.float32)
     with pytest.raises(AssertionError, match="a row of 131200 slots does not fit"):
-        splash.splash_attention(q, KV(q, q), PackedRows(prompt, prompt, 128), ONE_DEVICE)
+        splash.splash_attention(q, KV(q, q), PackedRows(prompt, prompt, 128), ONE_DEVICE, 0.0)
 
 
 def test_the_longest_row_and_completion_fit_in_an_int32() -> None:

@@ -82,6 +82,7 @@ def test_config_by_hand(tmp_path: Path) -> None:
     of_gemma = dict(layer_variants=(1, 0), qk_norm=True, norm_adds_one=True, post_norms=True)
     of_gemma |= dict(activation="gelu", names=(*names.items(),), head_dim=12, tied=True)
     of_gemma |= dict(embedding_multiplier=32**0.5, query_multiplier=(12 / 20) ** 0.5)
+    of_gemma2 = of_gemma | dict(qk_norm=False, attention_softcap=4.0, logits_softcap=3.0)
     of_qwen35 = dict(head_dim=12, qk_norm=True, norm_adds_one=True, output_gate=True)
     of_qwen35 |= dict(period=(LINEAR, FULL), linear=LinearSizes(2, 4, 6, 10, taps=4))
     multipliers = dict(embedding_multiplier=1.5, query_multiplier=0.2 * 8**0.5)
@@ -92,6 +93,7 @@ def test_config_by_hand(tmp_path: Path) -> None:
         "qwen3": dict(head_dim=12, qk_norm=True),
         "llama3": {},
         "gemma3": of_gemma,
+        "gemma2": of_gemma2,
         "mistral": {},
         "smollm3": dict(tied=True, layer_variants=(0, 1)),
         "granite": multipliers,
@@ -103,12 +105,14 @@ def test_config_by_hand(tmp_path: Path) -> None:
         "qwen3": Rope(200.0),
         "llama3": Rope(100.0, llama3=(8.0, 1.0, 4.0, 32)),
         "gemma3": Rope(5e3, factor=8.0),
+        "gemma2": Rope(450.0),
         "mistral": Rope(150.0),
         "smollm3": Rope(250.0),
         "granite": Rope(350.0),
         "qwen3_5": Rope(400.0, rotated=6),
     }
     others = {"gemma3": Variant(Rope(50.0), window=16), "smollm3": Variant(None)}
+    others |= {"gemma2": Variant(Rope(450.0), window=16)}
     for family in FAMILIES:
         write_config(tmp_path, FAMILIES[family])
         AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "saved")
@@ -158,6 +162,15 @@ def test_a_mistral_takes_no_more_tokens_than_its_sliding_window(tmp_path: Path) 
     assert positions == [4096, 1024, 32768]
 
 
+@pytest.mark.parametrize("cap, expected", [(None, 0.0), (2.5, 2.5)])
+def test_null_turns_the_softcaps_of_a_gemma2_off(tmp_path: Path, cap: float, expected: float):
+    """transformers has caps of 50 and 30 if the file has no such keys."""
+    caps = {"attn_logit_softcapping": cap, "final_logit_softcapping": cap}
+    write_config(tmp_path, FAMILIES["gemma2"] | caps)
+    model = hf.read_config(tmp_path)
+    assert (model.attention_softcap, model.logits_softcap) == (expected, expected)
+
+
 def rope(**values: object) -> dict[str, object]:
     return {"rope_scaling": values}
 
@@ -202,6 +215,10 @@ BAD_CONFIGS = [  # family, changed keys (None removes a key), a part of the erro
     ("gemma3", rope(**LLAMA3), "rope_type default or linear is"),
     ("gemma3", rope(rope_type="linear"), "'rope_type'='linear': {'factor'}"),
     ("gemma3", {"sliding_window": None}, "has no 'sliding_window'"),
+    ("gemma2", {"sliding_window": None}, "has no 'sliding_window'"),
+    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not"),
+    ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation='gelu' is not supported; gelu_py"),
+    ("gemma2", rope(rope_type="linear", factor=2.0), "rope_type default is"),
     ("mistral", rope(rope_type="yarn", factor=4.0), "rope_type default or llama3"),
     ("smollm3", {"use_sliding_window": True}, "use_sliding_window=True is not supported; false is"),
     (
@@ -523,6 +540,7 @@ def exported(source: Path, target: Path, mesh_shape: str = "1,8,1", **how: objec
         ("qwen3", "2,2,2", np.float16, "float32"),
         ("llama3", "8,1,1", ml_dtypes.bfloat16, "float32"),
         ("gemma3", "1,8,1", np.float32, "float32"),
+        ("gemma2", "2,2,2", np.float32, "bfloat16"),
         ("mistral", "1,8,1", ml_dtypes.bfloat16, "bfloat16"),
         ("smollm3", "1,4,2", np.float32, "float32"),
         ("granite", "2,2,2", np.float32, "bfloat16"),
@@ -612,8 +630,8 @@ def test_transformers_opens_an_export_and_gives_the_same_logits(tmp_path, family
 # it needs of the other keys. Its program then looks for the norm of each layer.
 NUM_LAYERS = ("n_layers", "num_hidden_layers", "n_layer", "num_layers")
 MORE_LAYERS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
-CONVERTED = {f"{x}ForCausalLM" for x in ("Qwen2", "Qwen3", "Qwen3_5", "Llama", "Gemma3")}
-CONVERTED |= {f"{x}ForCausalLM" for x in ("Mistral", "SmolLM3", "Granite")}
+CONVERTED = {f"{x}ForCausalLM" for x in ("Qwen2", "Qwen3", "Qwen3_5", "Llama", "Gemma2")}
+CONVERTED |= {f"{x}ForCausalLM" for x in ("Mistral", "SmolLM3", "Granite", "Gemma3")}
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 
 

@@ -33,7 +33,7 @@ from tools import plan
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 128 columns, so that a vocabulary of 1000 has 8 and the last reaches back."""
     monkeypatch.setattr("model.logps.LOGITS_TILE_BYTES", 1)
-    monkeypatch.setattr(loss_pallas, "block_sizes", lambda *_: (64, 128))
+    monkeypatch.setattr(loss_pallas, "block_sizes", lambda *_, **__: (64, 128))
 
 
 class Gradients(NamedTuple):
@@ -49,12 +49,13 @@ def program(
     temperature: float,
     mesh: Mesh | None = None,
     support: np.ndarray | None = None,
+    cap: float = 0.0,
 ) -> Callable[..., Gradients]:
     """(hidden, lm_head, cotangents) -> the outputs of `impl` and its pullback of `cotangents`,
     [2, ...]."""
 
     def both(hidden: jax.Array, lm_head: jax.Array) -> Any:
-        settings = {"support": support, "temperature": temperature, "mesh": mesh}
+        settings = {"support": support, "temperature": temperature, "mesh": mesh, "cap": cap}
         return (impl or token_logps)(hidden, lm_head, ids, **settings)
 
     @jax.jit
@@ -72,11 +73,15 @@ def numpy_gradients(
     cotangents: Any,
     temperature: float,
     support: np.ndarray | None = None,
+    cap: float = 0.0,
 ) -> Gradients:
     """The same in float64."""
     hidden, lm_head = hidden.astype(float), lm_head.astype(float)
     V, D = lm_head.shape
-    p = numpy_softmax(hidden @ lm_head.T / temperature)  # [..., V]
+    logits, slope = hidden @ lm_head.T, 1.0
+    if cap:
+        logits, slope = cap * np.tanh(logits / cap), np.cosh(logits / cap) ** -2
+    p = numpy_softmax(logits / temperature)  # [..., V]
     entropy = -(p * np.log(p)).sum(axis=-1, keepdims=True)
     in_support = np.ones(p.shape)
     if support is not None:
@@ -86,7 +91,7 @@ def numpy_gradients(
     logps = np.log(kept[is_chosen]).reshape(ids.shape)
     grad_logps, grad_entropy = np.asarray(cotangents, float)[..., None]
     grad_logits = grad_logps * (is_chosen - kept) - grad_entropy * p * (np.log(p) + entropy)
-    grad_logits /= temperature
+    grad_logits *= slope / temperature
     grad_lm_head = grad_logits.reshape(-1, V).T @ hidden.reshape(-1, D)
     return Gradients(logps, entropy[..., 0], grad_logits @ lm_head, grad_lm_head)
 
@@ -122,6 +127,22 @@ def test_values_and_gradients_are_those_of_numpy(
         cotangents = np.float32(cotangents)
         expected = numpy_gradients(hidden, lm_head, ids, cotangents, temperature)
         assert_relative(run(hidden, lm_head, cotangents), expected, 1e-5)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("impl, with_support", [("jax", False), ("jax", True), ("pallas", False)])
+def test_logits_are_capped_before_the_temperature_and_before_what_pads_a_tile(
+    impl: str, with_support: bool
+) -> None:
+    """Two thirds of the logits of std 3 are above the cap."""
+    hidden, lm_head, ids = inputs(129, V=997, D=64)
+    lm_head *= 3 / math.sqrt(64)
+    support = random_support(ids, 997, U=50) if with_support else None
+    arguments = random_cotangents(129), 0.6, support, 1.3
+    cotangents, temperature, *_ = arguments
+    run = program(KERNELS[impl], ids, temperature, None, support, 1.3)
+    expected = numpy_gradients(hidden, lm_head, ids, *arguments)
+    assert_relative(run(hidden, lm_head, cotangents), expected, 1e-5)
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -301,7 +322,7 @@ hidden, lm_head = jax.random.normal(jax.random.key(0), (2, 300, 8))
 ids = jnp.arange(300) * 7 % 300
 def loss(compute):
     def total(*arrays):
-        logps, entropy = compute(*arrays, ids, temperature=0.7)
+        logps, entropy = compute(*arrays, ids, temperature=0.7, cap=2.0)
         return (logps + 0.3 * entropy).mean()
     return jax.value_and_grad(total, (0, 1))(hidden, lm_head)
 for a, b in zip(*map(jax.tree.leaves, map(loss, (Kernel("cpu", interpret=True), reference)))):

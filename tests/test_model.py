@@ -18,11 +18,13 @@ from small_model import (
     FAMILIES,
     GOLDENS,
     IDS,
+    KERNELS,
     MASK,
     PLACES,
     POSITIONS,
     batch_of,
     in_rows,
+    numpy_softmax,
     tensors,
     transformers_logits,
     write_config,
@@ -31,8 +33,9 @@ from small_model import (
 
 from model import families, hf
 from model.attention import KV, Cache, PackedRows, map_kv, prompt_rows
-from model.blocks import block_attention
+from model.blocks import BLOCK, block_attention
 from model.layout import ROLLOUT_BATCH_AXES, TRAIN_BATCH_AXES, Layout, make_mesh, shard_batch
+from model.logps import softcap
 from model.network import (
     ComputeConfig,
     LayerWeights,
@@ -42,8 +45,10 @@ from model.network import (
     forward_token,
     split_prefix,
 )
+from model.next_token import Sampling
 from model.one_softmax import attend_with_one_softmax, has_one_softmax
 from model.params import (
+    ModelConfig,
     Params,
     Rope,
     Variant,
@@ -53,6 +58,8 @@ from model.params import (
     param_shardings,
     param_table,
 )
+from sampling import NaiveBackend, Stopping
+from update import compute_logps_and_entropies
 
 # Everything at once: biases, head norms, scaled rotary angles in the first layer and none in the
 # second, an lm_head beside the embedding, multipliers, and h != D/H.
@@ -76,9 +83,9 @@ GEMMA = dataclasses.replace(MODEL, num_layers=3, tied=True, qkv_bias=False, **fa
 VARIANTS = Variant(Rope(100.0, factor=8.0)), Variant(Rope(30.0), window=4)
 GEMMA = dataclasses.replace(GEMMA, variants=VARIANTS, layer_variants=(1, 0, 1))
 GEMMA = dataclasses.replace(GEMMA, residual_multiplier=1.0, logits_divisor=1.0)
+GEMMA2 = dataclasses.replace(GEMMA, qk_norm=False, attention_softcap=0.5)
 ONE_DEVICE = small_model.train_layout(1, 1, 1)
 FLOAT32 = ComputeConfig(MODEL, jnp.dtype("float32"), ONE_DEVICE)
-GEMMA_FLOAT32 = FLOAT32._replace(model=GEMMA)
 BFLOAT16 = ComputeConfig(MODEL, jnp.dtype("bfloat16"), ONE_DEVICE)
 R, S, T, K = 8, 6, 5, 4  # two prompts of 7 and 4 tokens, four completions of each
 RNG = np.random.default_rng(0)
@@ -91,10 +98,12 @@ PARAMS = jax.tree.map(
     lambda leaf: ("norm" in leaf.name) + 0.4 * RNG.standard_normal(leaf.shape).astype(np.float32),
     param_table(MODEL),
 )
-GEMMA_PARAMS = jax.tree.map(
-    lambda leaf: 0.4 * RNG.standard_normal(leaf.shape).astype(np.float32), param_table(GEMMA)
-)
-OF = {"all": (PARAMS, FLOAT32), "gemma3": (GEMMA_PARAMS, GEMMA_FLOAT32)}
+OF = {"all": (PARAMS, FLOAT32)}
+for name, model in (("gemma3", GEMMA), ("gemma2", GEMMA2)):
+    params = jax.tree.map(
+        lambda leaf: 0.4 * RNG.standard_normal(leaf.shape).astype(np.float32), param_table(model)
+    )
+    OF[name] = params, FLOAT32._replace(model=model)
 
 
 def prompts_for(share: int) -> tuple[np.ndarray, np.ndarray]:
@@ -133,7 +142,7 @@ def hidden_of(params, compute, ids, positions, prompt, start, targets, places, m
 def decoded(params, compute, prompt_ids, prompt_mask, completion_ids):
     """The same hidden states, computed token by token from a cache."""
     params = arrange_layers(params, compute.layer_loop, compute.dtype)
-    share = R // len(prompt_ids)
+    share = len(completion_ids) // len(prompt_ids)
     before, positions, mask = split_prefix(prompt_ids, prompt_mask)
     _, prompt = forward(params, compute, before, positions, rows=prompt_rows(mask))
     start = jnp.repeat(prompt_mask.sum(axis=1) - 1, share)
@@ -145,10 +154,10 @@ def decoded(params, compute, prompt_ids, prompt_mask, completion_ids):
         return (completion_ids[:, t], completion), hidden
 
     # Places of the cache that are not written yet must not be read.
-    empty = map_kv(lambda kv: kv.begin_completions(R, T), prompt)
+    empty = map_kv(lambda kv: kv.begin_completions(*completion_ids.shape), prompt)
     empty = jax.tree.map(lambda x: jnp.full_like(x, 1e4), empty)
     first = jnp.repeat(prompt_ids[:, -1], share)
-    _, hidden = jax.lax.scan(step, (first, empty), jnp.arange(T))
+    _, hidden = jax.lax.scan(step, (first, empty), jnp.arange(completion_ids.shape[1]))
     return hidden.swapaxes(0, 1)
 
 
@@ -202,7 +211,7 @@ def logits_of(folder: Path) -> np.ndarray:
     model = hf.read_config(folder)
     params = hf.load_params(folder, model, ONE_DEVICE.mesh, "f4")
     hidden, _ = prefill_jit(params, FLOAT32._replace(model=model), IDS, POSITIONS, MASK)
-    return np.asarray(hidden @ lm_head(params).T)
+    return np.asarray(softcap(hidden @ lm_head(params).T, model.logits_softcap))
 
 
 @pytest.mark.parity
@@ -237,6 +246,9 @@ def random_config(family: str, seed: int) -> dict[str, Any]:
     of_family = {
         "mistral": {"head_dim": int(2 * h)},
         "smollm3": {"no_rope_layers": rng.integers(0, 2, 6).tolist() if seed else None},
+        "gemma2": {"head_dim": int(h), "sliding_window": int(rng.integers(3, 20))}
+        | {"attn_logit_softcapping": seed * 0.9 or None, "final_logit_softcapping": 1.0 + seed}
+        | {"pad_token_id": None},  # torch gives that token's embedding no gradient
         "granite": {name: rng.uniform(0.3, 1.5) for name in MULTIPLIERS}
         | {"attention_multiplier": rng.uniform(0.5, 1.5) * h**-0.5},
     }
@@ -246,7 +258,7 @@ def random_config(family: str, seed: int) -> dict[str, Any]:
 
 @pytest.mark.parity
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("family", ["mistral", "smollm3", "granite"])
+@pytest.mark.parametrize("family", ["mistral", "smollm3", "granite", "gemma2"])
 def test_random_models_have_transformers_logits_and_gradients(
     family: str, seed: int, tmp_path: Path
 ) -> None:
@@ -270,7 +282,7 @@ def test_random_models_have_transformers_logits_and_gradients(
     def mean(params: Params) -> tuple[jax.Array, jax.Array]:
         rows = prompt_rows(np.ones(ids.shape, bool))
         hidden, _ = forward(params, compute, ids, np.arange(130)[None], rows)
-        logits = hidden @ lm_head(params).T
+        logits = softcap(hidden @ lm_head(params).T, model.logits_softcap)
         return jax.nn.log_softmax(logits).mean(), logits
 
     params = hf.load_params(tmp_path, model, ONE_DEVICE.mesh, np.float32)
@@ -286,7 +298,9 @@ def test_random_models_have_transformers_logits_and_gradients(
 # ---- One forward, every route --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model, share", [("all", 1), ("all", 3), ("all", 8), ("gemma3", 3)])
+@pytest.mark.parametrize(
+    "model, share", [("all", 1), ("all", 3), ("all", 8), ("gemma3", 3), ("gemma2", 3)]
+)
 def test_packed_rows_equal_one_unpadded_forward(model: str, share: int) -> None:
     """With 3 in a row both groups stand in the second row, and each in another row too."""
     hidden = hidden_jit(*OF[model], *packed(share))
@@ -294,7 +308,7 @@ def test_packed_rows_equal_one_unpadded_forward(model: str, share: int) -> None:
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
-@pytest.mark.parametrize("model", ["all", "gemma3"])
+@pytest.mark.parametrize("model", OF)
 def test_long_rows_are_computed_in_blocks(
     monkeypatch: pytest.MonkeyPatch, model: str, platform: str
 ) -> None:
@@ -309,7 +323,7 @@ def test_long_rows_are_computed_in_blocks(
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
-@pytest.mark.parametrize("model, share", [("all", 1), ("all", 4), ("gemma3", 4)])
+@pytest.mark.parametrize("model, share", [("all", 1), ("all", 4), ("gemma3", 4), ("gemma2", 4)])
 def test_decoding_token_by_token_equals_one_unpadded_forward(
     monkeypatch: pytest.MonkeyPatch, model: str, share: int, platform: str
 ) -> None:
@@ -353,6 +367,118 @@ def test_bfloat16_tells_far_positions_apart() -> None:
     assert np.sqrt(((near - far) ** 2).mean() / (near**2).mean()) < 0.03
 
 
+# ---- Softcaps of 4 and 3, by transformers' numbers of a Gemma 2 --------------------------------
+
+
+@functools.cache
+def golden() -> dict[str, np.ndarray]:
+    """transformers' numbers in float64, and as `weight:NAME` the weights."""
+    return dict(np.load(GOLDENS.with_name("gemma2.npz")))
+
+
+@pytest.fixture
+def gemma2(tmp_path: Path) -> tuple[ModelConfig, Params]:
+    """Of four layers; the even ones have windows of 7 tokens."""
+    (tmp_path / "config.json").write_text(GOLDENS.with_name("gemma2.json").read_text())
+    weights = {x.removeprefix("weight:"): golden()[x] for x in golden() if x.startswith("weight:")}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = hf.read_config(tmp_path)
+    assert (model.attention_softcap, model.logits_softcap) == (4, 3)
+    return model, hf.load_params(tmp_path, model, ONE_DEVICE.mesh, np.float32)
+
+
+def golden_rows(prompt_tokens: int, share: int) -> Any:
+    """A MicroBatch of a single row: the golden sequences, each `share` times behind a prompt of its
+    first tokens."""
+    sequences = [
+        ids[mask == 1] for ids, mask in zip(golden()["ids"], golden()["mask"], strict=True)
+    ]
+    completions = [x[prompt_tokens:] for x in sequences for _ in range(share)]
+    T = max(map(len, completions))
+    ids = np.stack([np.pad(x, (0, T - len(x))) for x in completions])
+    mask = np.int32(np.arange(T) < np.array([[len(x)] for x in completions]))
+    zeros = np.zeros(ids.shape, np.float32)
+    batch = batch_of([x[:prompt_tokens] for x in sequences], ids, mask, zeros, zeros[:, 0])
+    return in_rows(batch, len(ids))
+
+
+def golden_logps(prompt_tokens: int, share: int, temperature: float) -> list[np.ndarray]:
+    """The logps and the entropies of golden_rows, [B, T] float64, 0 where there is no token."""
+    arrays = []
+    for ids, mask, logits in zip(*(golden()[x] for x in ("ids", "mask", "logits")), strict=True):
+        ids, p = ids[mask == 1], numpy_softmax(logits[mask == 1].astype(float) / temperature)
+        ids, p = ids[prompt_tokens:], p[prompt_tokens - 1 : -1]
+        values = np.log(p[np.arange(len(ids)), ids]), -(p * np.log(p)).sum(axis=-1)
+        arrays += [np.pad(values, [(0, 0), (0, 24 - prompt_tokens - len(ids))])] * share
+    return np.stack(arrays, axis=1)
+
+
+ROUTES = ["at_once", "blocks", "rounds", "tiles", "pallas"]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_packed_rows_have_transformers_capped_logps_and_gradients(
+    monkeypatch: pytest.MonkeyPatch, gemma2: tuple[ModelConfig, Params], route: str
+) -> None:
+    model, params = gemma2
+    monkeypatch.setattr("loss_pallas.block_sizes", lambda *_, **__: (16, 16))
+    monkeypatch.setattr("model.logps._number_of_tiles", lambda *_: 4 if route == "tiles" else 1)
+    if route in ("blocks", "rounds"):
+        monkeypatch.setattr("model.network.SHORT_TOKENS", 8)
+        monkeypatch.setitem(BLOCK, "cpu", 8)
+        monkeypatch.setattr("model.blocks.IN_ROUNDS", {"cpu"} if route == "rounds" else set())
+    kernel = KERNELS["pallas"] if route == "pallas" else None
+    compute = FLOAT32._replace(model=model, logps_kernel=kernel)
+
+    def mean(params: Params, temperature: float, rows: Any) -> Any:
+        logps, entropy = compute_logps_and_entropies.__wrapped__(params, rows, temperature, compute)
+        mask = rows.completion_mask
+        return -(logps * mask).sum() / mask.sum(), (logps * mask, entropy * mask)
+
+    # A completion behind a prompt of one token is all that transformers' loss counts.
+    run = jax.jit(jax.value_and_grad(mean, has_aux=True), static_argnums=1)
+    (loss, values), grads = run(params, 1.0, golden_rows(1, 1))
+    assert_same(values, tuple(golden_logps(1, 1, 1.0)), 1e-5)
+    assert loss == pytest.approx(float(golden()["loss"]), abs=1e-5)
+    for name, x in hf.hf_tensors(grads, model):
+        expected = golden()[f"grad:{name}"]
+        np.testing.assert_allclose(x, expected, rtol=0, atol=3e-5 * np.abs(expected).max())
+    _, values = jax.jit(mean, static_argnums=1)(params, 0.7, golden_rows(6, 2))
+    assert_same(values, tuple(golden_logps(6, 2, 0.7)), 1e-5)
+
+
+@pytest.mark.parametrize("platform, share", [("cpu", 1), ("cpu", 8), ("gpu", 8)])
+def test_decoding_has_transformers_capped_logits(
+    monkeypatch: pytest.MonkeyPatch, gemma2: tuple[ModelConfig, Params], platform: str, share: int
+) -> None:
+    """Prompts of 14, 9 and 2 tokens, padded on the left, and 10 tokens after each."""
+    monkeypatch.setattr("model.one_softmax.ONE_SOFTMAX", {"cpu"} if platform == "gpu" else {"gpu"})
+    model, params = gemma2
+    ids, mask, logits = (golden()[name] for name in ("ids", "mask", "logits"))
+    prompts, completions = (ids[:, :14], mask[:, :14]), np.repeat(ids[:, 14:], share, axis=0)
+    traced_now = jit(lambda params, compute, *inputs: decoded(params, compute, *inputs))
+    hidden = traced_now(params, FLOAT32._replace(model=model), *prompts, completions)
+    ours = softcap(hidden @ params.embed.T, 3.0)
+    assert_same(ours, np.repeat(logits[:, 13:-1], share, axis=0), 1e-5)
+
+
+def test_the_sampler_draws_from_the_capped_logits(gemma2: tuple[ModelConfig, Params]) -> None:
+    """Its log-probabilities are those of training, at a temperature of 0.7."""
+    model, params = gemma2
+    compute = FLOAT32._replace(model=model, layout=small_model.layout(1, 1, 1))
+    backend = NaiveBackend(compute, Stopping(9, (-1,), 0), drop_ended=False)
+    backend.update_weights(params)
+    prompts = golden()["ids"][:, -8:], golden()["mask"][:, -8:]
+    drawn = backend.generate(
+        *prompts, np.arange(24, dtype=np.int32), jax.random.key(0), Sampling(0.7)
+    )
+    ones = np.ones((24, 9), np.int32)
+    batch = batch_of([*prompts[0]], drawn.completion_ids, ones, drawn.sampling_logps, ones[:, 0])
+    rows, compute = in_rows(batch, 24), FLOAT32._replace(model=model)
+    logps, _ = compute_logps_and_entropies(params, rows, 0.7, compute)
+    np.testing.assert_allclose(drawn.sampling_logps, logps, rtol=0, atol=1e-5)
+
+
 # ---- Layouts -------------------------------------------------------------------------------------
 
 
@@ -372,6 +498,7 @@ def placed(
         ("all", "2,2,2", 2, "full", "scan"),
         ("all", "1,8,1", 1, "dots", "unroll"),
         ("gemma3", "2,2,2", 2, "full", "unroll"),
+        ("gemma2", "1,4,2", 2, "dots", "scan"),
     ],
 )
 def test_training_layouts_remat_and_unrolled_layers_leave_the_gradient_unchanged(

@@ -16,6 +16,7 @@ from small_model import IDS, POSITIONS, train_layout, write_folder, write_gemma_
 from config import Config
 from model import hf, lora
 from model.attention import prompt_rows
+from model.logps import softcap
 from model.network import ComputeConfig, forward
 from model.params import Lora, Params, combine_params, init_params, lm_head, trainable_params
 
@@ -26,7 +27,7 @@ transformers = pytest.importorskip("transformers")
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TARGETS = {"qwen2": ALL, "qwen3": ALL, "llama3": ("q_proj", "v_proj", "down_proj")}
-TARGETS |= {"gemma3": ALL, "gemma3_with_images": ALL}
+TARGETS |= {"gemma2": ALL, "gemma3": ALL, "gemma3_with_images": ALL}
 TARGETS |= {"mistral": ("q_proj", "o_proj"), "smollm3": ALL, "granite": ALL}
 OF_LINEAR = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 TARGETS["qwen3_5"] = (*ALL, *OF_LINEAR)
@@ -48,7 +49,7 @@ def logits_of(params: Params, model: Any) -> jax.Array:
     hidden, _ = forward(
         params, ComputeConfig(model, FLOAT32, train_layout(1, 1, 1)), INPUT, POSITION, rows
     )
-    return hidden[0] @ lm_head(params).T
+    return softcap(hidden[0] @ lm_head(params).T, model.logits_softcap)
 
 
 def theirs(folder: Path, adapters: Path) -> Any:

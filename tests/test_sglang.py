@@ -76,6 +76,7 @@ def test_lengths_and_devices_that_do_not_suit_the_engine_are_refused(
         ({"qkv_bias": False}, "samples qwen2 and qwen3, and not this model.s family; use"),
         (GEMMA, "samples qwen2 and qwen3, and not this model.s family; use"),
         (QWEN35, "not this model.s family; use"),
+        ({"logits_softcap": 30.0}, "not this model.s family; use"),
         ({"head_dim": 64}, "needs a head_dim that is a multiple of 128, and the model has 64"),
     ],
 )

@@ -308,6 +308,6 @@ def test_in_bfloat16_the_gradient_of_a_step_is_off_by_a_few_percent() -> None:
 
 def test_the_kernel_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """So it is with remat and on a mesh, and for the gradient of the entropy."""
-    monkeypatch.setattr("loss_pallas.block_sizes", lambda *_: (64, 16))
+    monkeypatch.setattr("loss_pallas.block_sizes", lambda *_, **__: (64, 16))
     settings = {"share": 4, "mesh": (1, 4, 2), "kernel": KERNELS["pallas"], "remat": "full"}
     assert_same_step(step("cispo", batch=batch_for("cispo"), **settings), step_by_pairs("cispo"))

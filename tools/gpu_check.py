@@ -71,7 +71,7 @@ def compare_attention(small: bool) -> dict[str, Any]:
             these = rows._replace(**arrays)
             is_token = these.segment_ids[..., None] >= 0  # padding has any result
             out, gradients = jax.vjp(
-                lambda q, k, v: attend(q, KV(k, v), these, layout) * is_token, *qkv
+                lambda q, k, v: attend(q, KV(k, v), these, layout, 0.0) * is_token, *qkv
             )
             return out, *gradients(grad_out)
 

@@ -80,7 +80,7 @@ def kernel_bundles(S: int, C: int, folder: Path) -> tuple[int, np.ndarray]:
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array, *tokens: jax.Array) -> jax.Array:
         rows, layout = PackedRows(*tokens, S=S), Layout(mesh, TRAIN_BATCH_AXES)
-        return splash_attention(q, KV(k, v), rows, layout).astype("float32").sum()
+        return splash_attention(q, KV(k, v), rows, layout, 0.0).astype("float32").sum()
 
     for file in folder.iterdir():  # of other rows
         file.unlink()

@@ -118,6 +118,23 @@ def _mistral(config: Any, model: ModelConfig, need: Need) -> dict[str, Any]:
     return {"max_positions": min(model.max_positions, config.sliding_window or math.inf)}
 
 
+def _phi3(config: Any, model: ModelConfig, need: Need) -> dict[str, Any]:
+    """Beyond the original positions longrope has other angles for all tokens of a sequence."""
+    rope, scale, positions = config.rope_parameters, 1.0, model.max_positions
+    if rope["rope_type"] == "longrope":
+        original = rope.get("original_max_position_embeddings", 0)
+        original = original or config.original_max_position_embeddings
+        factor = max(rope.get("factor") or positions / original, 1.0)
+        scale = math.sqrt(1 + math.log(factor) / math.log(original))
+        scale, positions = rope.get("attention_factor") or scale, min(original, positions)
+    rotated = int(model.head_dim * rope["partial_rotary_factor"])
+    return {
+        "variants": (Variant(_rope(rope)._replace(rotated=rotated)),),
+        "rotary_scale": scale,
+        "max_positions": min(positions, config.sliding_window or math.inf),
+    }
+
+
 def _smollm3(config: Any, model: ModelConfig, need: Need) -> dict[str, Any]:
     layer_variants = tuple(int(not x) for x in config.no_rope_layers[: model.num_layers])
     return {"variants": (*model.variants, Variant(None)), "layer_variants": layer_variants}
@@ -168,6 +185,10 @@ GEMMA_NAMES = (
     ("mlp_norm", "pre_feedforward_layernorm.weight"),
     ("mlp_post_norm", "post_feedforward_layernorm.weight"),
 )
+PHI3_NAMES = (
+    *((f"w{x}", "self_attn.qkv_proj.weight") for x in "qkv"),
+    *((x, "mlp.gate_up_proj.weight") for x in ("gate", "up")),
+)
 GEMMA = {"norm_adds_one": True, "post_norms": True, "activation": "gelu", "names": GEMMA_NAMES}
 QWEN35 = {"norm_adds_one": True, "qk_norm": True, "output_gate": True}
 
@@ -190,6 +211,7 @@ FAMILIES = {  # by model_type
     "mistral": Family(read=_mistral),
     "smollm3": Family(read=_smollm3),
     "granite": Family(read=_granite),
+    "phi3": Family({"names": PHI3_NAMES}, _phi3, scaled_rope=("longrope",)),
     "gemma2": Family(GEMMA, _gemma, [*REQUIRED, "sliding_window"], ("hidden_act", *SOFTCAPS), ()),
     # Its large models leave out the other keys.
     "gemma3_text": Family(
@@ -207,6 +229,8 @@ def _rope(rope: dict[str, Any]) -> Rope:
     theta = float(rope["rope_theta"])
     if rope["rope_type"] == "linear":
         return Rope(theta, factor=float(rope["factor"]))
+    if rope["rope_type"] == "longrope":  # its long factors are for positions that are refused
+        return Rope(theta, factor=tuple(map(float, rope["short_factor"])))
     if rope["rope_type"] == "llama3":
         names = "factor", "low_freq_factor", "high_freq_factor"
         factor, low, high = (float(rope[name]) for name in names)
@@ -229,7 +253,8 @@ def _frequencies(rope: Rope | None, h: int) -> np.ndarray:
     if rope is None:  # cos is 1 and sin is 0, which leaves queries and keys as they are
         return np.zeros(h // 2)
     rotated = rope.rotated or h
-    inverse = rope.theta ** -(np.arange(0, rotated, 2, dtype=np.float64) / rotated) / rope.factor
+    inverse = rope.theta ** -(np.arange(0, rotated, 2, dtype=np.float64) / rotated)
+    inverse = inverse / rope.factor
     if rope.llama3:
         factor, low, high, original = rope.llama3
         turns = original * inverse / (2 * np.pi)  # full turns within the original context

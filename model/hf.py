@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
@@ -130,17 +131,13 @@ def load_params(
     def read(leaf: Leaf) -> jax.Array | Int8:
         shape = abstract_array(leaf, mesh, dtype)
 
-        def slice_of(name: str, index: tuple[slice, ...]) -> np.ndarray:
-            tensor = tensors[name]
-            return tensor[index[::-1]].T if leaf.transposed else tensor[index]
-
         def shard(index: Any) -> np.ndarray:  # a slice for each dimension, also slice(None)
             pairs = zip(index, leaf.shape, strict=True)
             index = tuple(slice(*part.indices(size)[:2]) for part, size in pairs)
             if "{}" not in leaf.name:
-                return slice_of(leaf.name, index).astype(leaf.dtype(dtype))
-            numbers = leaf.layers[index[0]]
-            layers = [slice_of(leaf.name.format(i), index[1:]) for i in numbers]
+                return read_weight(leaf, tensors[leaf.name], index).astype(leaf.dtype(dtype))
+            names = [leaf.name.format(i) for i in leaf.layers[index[0]]]
+            layers = [read_weight(leaf, tensors[name], index[1:]) for name in names]
             return np.stack(layers).astype(leaf.dtype(dtype))
 
         bar.update()
@@ -152,13 +149,25 @@ def load_params(
         return jax.tree.map(read, table)
 
 
+def read_weight(leaf: Leaf, tensor: Any, index: tuple[slice, ...]) -> np.ndarray:
+    """A part of the weight of one layer, from its tensor in a file. index: slices with numbers, of
+    the weight's dimensions."""
+    if not leaf.transposed:
+        return tensor[index]
+    *others, columns, rows = index  # others: of a stack of matrices
+    rows = slice(leaf.first_row + rows.start, leaf.first_row + rows.stop)
+    return tensor[(*others, rows, columns)].swapaxes(-1, -2)
+
+
 def _read_int8(leaf: Leaf, shape: Int8, tensors: dict[str, Any]) -> Int8:
     """A matrix as Int8. The host quantizes one tensor at a time and complete columns, so that the
     numbers are the same on each mesh, and no device has a float copy."""
     values, scale = (np.empty(x.shape, x.dtype) for x in shape)
     for i, number in enumerate(leaf.layers or [0]):
         index = i if leaf.layers else ...
-        values[index], scale[index] = quantize(tensors[leaf.name.format(number)][:].T)
+        matrix = tuple(slice(0, size) for size in leaf.shape[-2:])
+        tensor = tensors[leaf.name.format(number)]
+        values[index], scale[index] = quantize(read_weight(leaf, tensor, matrix))
 
     def put(x: np.ndarray, on_mesh: jax.ShapeDtypeStruct) -> jax.Array:
         return jax.make_array_from_callback(x.shape, on_mesh.sharding, lambda index: x[index])
@@ -176,12 +185,17 @@ def hf_tensors(
     """
     table = param_table(model, "unroll" if is_unrolled(params.layers) else "scan")
     leaves = jax.tree.leaves(_without_or_only_adapters(table, bool(params.adapters)))
-    for leaf, array in zip(leaves, jax.tree.leaves(params), strict=True):
+    pairs = zip(leaves, jax.tree.leaves(params), strict=True)
+    for name, group in itertools.groupby(pairs, lambda pair: pair[0].name):
+        weights = [*group]  # the rows of one tensor
+        leaf = weights[0][0]
         for i, number in enumerate(leaf.layers or [0]):
-            tensor = gather_to_host(array[i] if leaf.layers else array)
-            tensor = np.ascontiguousarray(tensor.T if leaf.transposed else tensor)
+            rows = [gather_to_host(x[i] if leaf.layers else x) for _, x in weights]
+            rows = [x.swapaxes(-1, -2) if leaf.transposed else x for x in rows]
+            tensor = np.concatenate(rows, axis=-2) if rows[1:] else rows[0]
+            tensor = np.ascontiguousarray(tensor)
             dtype_of_tensor = leaf.dtype(dtype or tensor.dtype)
-            yield leaf.name.format(number), tensor.astype(dtype_of_tensor, copy=False)
+            yield name.format(number), tensor.astype(dtype_of_tensor, copy=False)
 
 
 def _without_or_only_adapters(table: Params, only_adapters: bool) -> Params:
@@ -296,11 +310,12 @@ def save_tensors(tensors: dict[str, np.ndarray], file: Path) -> None:
 
 def _tensor_shapes(table: Params) -> dict[str, list[int]]:
     """The shape of every tensor of a Hugging Face checkpoint, by name."""
-    shapes = {}
+    shapes: dict[str, list[int]] = {}
     for leaf in jax.tree.leaves(table):
-        shape = leaf.shape[1:] if leaf.layers else leaf.shape
-        for i in leaf.layers or [0]:
-            shapes[leaf.name.format(i)] = list(shape[::-1] if leaf.transposed else shape)
+        shape = [*(leaf.shape[1:] if leaf.layers else leaf.shape)]
+        if leaf.transposed:
+            shape[-2:] = leaf.first_row + shape[-1], shape[-2]
+        shapes |= {leaf.name.format(i): shape for i in leaf.layers or [0]}
     return shapes
 
 

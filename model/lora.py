@@ -6,6 +6,7 @@ model/params.py has the formula. The base, all weights but the adapters, never c
 
 import dataclasses
 import functools
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ from model.params import (
     init_params,
     param_shardings,
     param_table,
+    share_a,
     trainable_params,
 )
 
@@ -155,6 +157,7 @@ def initial_adapters(adapters: Path | None, model: ModelConfig, mesh: Mesh, seed
 def merge_adapters(params: Params, lora: Lora) -> tuple[Params, jax.Array]:
     """The weights without adapters, which are added to their matrices in float32 and then rounded
     to the matrices' dtype; and the share of the matrices' numbers that this has changed."""
+    params = dataclasses.replace(params, adapters=share_a(params.adapters))
     if isinstance(params.layers, tuple):
         params = arrange_layers(params, "unroll", jnp.float32)  # only the adapters are stacked
 
@@ -186,14 +189,17 @@ def merge_with_folder(
     layers = arrange_layers(adapters, "unroll", jnp.float32).adapters
     tree: Any  # a PyTreeDef
     leaves, tree = jax.tree.flatten(table)
-    adapter_leaves = tree.flatten_up_to(Params(None, layers, None, None))
-    for leaf, adapter in zip(leaves, adapter_leaves, strict=True):
-        tensor = tensors[leaf.name][:]
-        if adapter is not None:
-            a, b = map(gather_to_host, adapter)
-            # Files hold [out, in].
-            tensor = tensor.astype(np.float32) + lora.scale * (b.T @ a.T)
-        yield leaf.name, tensor.astype(leaf.dtype(dtype))
+    adapter_leaves = tree.flatten_up_to(Params(None, (*map(share_a, layers),), None, None))
+    pairs = zip(leaves, adapter_leaves, strict=True)
+    for name, weights in itertools.groupby(pairs, lambda pair: pair[0].name):
+        tensor = tensors[name][:]
+        for leaf, adapter in weights:
+            if adapter is not None:
+                a, b = map(gather_to_host, adapter)
+                tensor = tensor.astype(np.float32)
+                # Files hold [out, in].
+                tensor[leaf.first_row :][: leaf.shape[-1]] += lora.scale * (b.T @ a.T)
+        yield name, tensor.astype(leaf.dtype(dtype))
 
 
 def save_adapters(

@@ -1,5 +1,5 @@
 """The forward of Qwen2/Qwen2.5, Qwen3, Qwen3.5 (dense, text), Llama 3, Mistral, SmolLM3, Granite 3
-(dense), Gemma 2 and Gemma 3 (text) in its three uses: prefill, decode and training.
+(dense), Gemma 2, Gemma 3 (text) and Phi-4-mini in its three uses: prefill, decode and training.
 
 In all three the last token of the prompt is fed together with the completion. Prefill therefore
 computes only keys and values, and the hidden state of token i predicts completion token i:
@@ -42,7 +42,7 @@ from model.families import ACTIVATIONS, inverse_frequencies
 from model.int8 import Int8, matmul
 from model.layout import TRAIN_BATCH_AXES, Layout, constrain, constrain_batch, exchange, gather_fsdp
 from model.linear_attention import State, gated_norm, linear_attention, linear_attention_token
-from model.params import LINEAR, Layers, Leaf, Lora, ModelConfig, Params, param_table
+from model.params import LINEAR, Layers, Leaf, Lora, ModelConfig, Params, param_table, share_a
 from model.splash import splash_attention
 
 Rotary = tuple[jax.Array, jax.Array]  # cos and sin of the rotary angles
@@ -243,7 +243,8 @@ def _cast_and_gather(w: LayerWeights, compute: ComputeConfig) -> LayerWeights:
             return x._replace(values=gather_fsdp(x.values, leaf.axes[1:], compute.layout))
         return gather_fsdp(x.astype(leaf.dtype(compute.dtype)), leaf.axes[1:], compute.layout)
 
-    return LayerWeights(*(jax.tree.map(usable, *pair) for pair in zip(leaves, w, strict=True)))
+    base, adapters = (jax.tree.map(usable, *pair) for pair in zip(leaves, w, strict=True))
+    return LayerWeights(base, share_a(adapters))
 
 
 def _linear_layer(
@@ -334,7 +335,7 @@ def _rotary(model: ModelConfig, positions: jax.Array) -> Rotary:
     """cos and sin [X, t, 1, h/2] float32 of positions [X, t], with several variants of layers
     [variants, X, t, 1, h/2]; fewer than h/2 if a part of h is rotated."""
     angles = positions[:, :, None, None].astype(jnp.float32) * inverse_frequencies(model)
-    return jnp.cos(angles), jnp.sin(angles)
+    return model.rotary_scale * jnp.cos(angles), model.rotary_scale * jnp.sin(angles)
 
 
 def _rotary_of_layer(rotary: Rotary, variant: jax.Array | None) -> Rotary:

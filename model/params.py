@@ -43,7 +43,8 @@ class Rope(NamedTuple):
 
     theta: float
     rotated: int | None = None  # the first numbers of a head, which alone are rotated; None: all
-    factor: float = 1.0  # positions are divided by it
+    # Positions are divided by it, or for each frequency by one of several.
+    factor: float | tuple[float, ...] = 1.0
     # factor, low, high and original positions of Llama 3.1, which slows long wavelengths
     llama3: tuple[float, float, float, int] | None = None
 
@@ -99,7 +100,9 @@ class ModelConfig:
     logits_divisor: float = 1.0  # Granite's logits_scaling
     attention_softcap: float = 0.0  # scores s become cap tanh(s / cap); 0: they do not
     logits_softcap: float = 0.0  # of the logits, before the temperature
+    rotary_scale: float = 1.0  # of the cosines and sines of rotary angles
     # Fields of Layers, and the names of their tensors in files where they are not those of Llama.
+    # Weights with the same name are the rows of one tensor, in this order.
     names: tuple[tuple[str, str], ...] = ()
     sees_images: bool = False  # transformers opens it with a vision tower, which is not read
     has_score: bool = False  # a reward model: its lm_head is score.weight, [1, D]
@@ -172,8 +175,22 @@ def cast(weights: Any, dtype: DTypeLike) -> Any:
 class Adapter(NamedTuple):
     """The low-rank factors that LoRA adds to a matrix [in, out]."""
 
-    a: Any  # A, [in, rank]
+    a: Any  # A, [in, rank]; None: that of the matrix in FIRST_PARTS
     b: Any  # B, [rank, out]
+
+
+# Matrices that may be behind another one in the same tensor, whose adapter has one A.
+FIRST_PARTS = {"wk": "wq", "wv": "wq", "up": "gate"}
+
+
+def share_a(adapters: Any) -> Any:
+    """Adapters, a Layers or None, of which each has its A."""
+    for name, first in FIRST_PARTS.items() if adapters else ():
+        adapter = getattr(adapters, name)
+        if adapter is not None and adapter.a is None:
+            shared = adapter._replace(a=getattr(adapters, first).a)
+            adapters = dataclasses.replace(adapters, **{name: shared})
+    return adapters
 
 
 @flax.struct.dataclass
@@ -204,6 +221,7 @@ class Leaf:
     kind: str = "matrix"
     layers: range = range(0)  # the numbers of the layers along the first dimension, if it has them
     int8: bool = False  # Params hold it as an Int8
+    first_row: int = 0  # of its rows in the file's tensor, which may be those of several weights
 
     def dtype(self, dtype: DTypeLike) -> DTypeLike:
         """The dtype of the array in a copy of the weights in this dtype."""
@@ -298,8 +316,11 @@ def _leaves_at(model: ModelConfig, index: int) -> Layers:
         "up": split_out(D, F, "mlp.up_proj"),
         "down": split_in(F, D, "mlp.down_proj"),
     }
+    rows: dict[str, int] = {}  # of each tensor so far
     for field, name in model.names:
-        leaves[field] = dataclasses.replace(leaves[field], name=block + name)
+        changes = dict(name=block + name, first_row=rows.get(name, 0))
+        leaves[field] = dataclasses.replace(leaves[field], **changes)
+        rows[name] = leaves[field].first_row + leaves[field].shape[-1]
     return Layers(**leaves)
 
 
@@ -316,10 +337,10 @@ def _adapter_table(layers: Layers, model: ModelConfig, lora: Lora) -> Layers:
         (L, n_in, n_out), (_, in_axis, out_axis) = matrix.shape, matrix.axes
         name, rank = f"base_model.model.{block}.{module}.lora_", lora.rank
         leaf = functools.partial(Leaf, transposed=True, layers=matrix.layers)
-        return Adapter(
-            a=leaf((L, n_in, rank), (None, in_axis, None), name + "A.weight", kind="A"),
-            b=leaf((L, rank, n_out), (None, None, out_axis), name + "B.weight", kind="B"),
-        )
+        a = leaf((L, n_in, rank), (None, in_axis, None), name + "A.weight", kind="A")
+        b = leaf((L, rank, n_out), (None, None, out_axis), name + "B.weight", kind="B")
+        b = dataclasses.replace(b, first_row=matrix.first_row)
+        return Adapter(None if matrix.first_row else a, b)
 
     return jax.tree.map(adapter, layers)
 

@@ -1,6 +1,7 @@
 """Claims about hf.py: folders of every family are read and written exactly, and a model that is not
 supported or damaged gets a clear line."""
 
+import dataclasses
 import errno
 import hashlib
 import json
@@ -23,11 +24,14 @@ from config import Config
 from fingerprint import result_fingerprint
 from infra.mistakes import UserMistake
 from model import hf
+from model.int8 import quantize
 from model.layout import make_mesh
 from model.params import (
     FULL,
     LINEAR,
+    Leaf,
     LinearSizes,
+    Lora,
     ModelConfig,
     Params,
     Rope,
@@ -85,6 +89,9 @@ def test_config_by_hand(tmp_path: Path) -> None:
     of_gemma2 = of_gemma | dict(qk_norm=False, attention_softcap=4.0, logits_softcap=3.0)
     of_qwen35 = dict(head_dim=12, qk_norm=True, norm_adds_one=True, output_gate=True)
     of_qwen35 |= dict(period=(LINEAR, FULL), linear=LinearSizes(2, 4, 6, 10, taps=4))
+    of_phi3 = dict(tied=True, max_positions=128, rotary_scale=(1 + 1 / 7) ** 0.5)
+    fused = [(x, "self_attn.qkv_proj.weight") for x in ("wq", "wk", "wv")]
+    of_phi3 |= dict(names=(*fused, *((x, "mlp.gate_up_proj.weight") for x in ("gate", "up"))))
     multipliers = dict(embedding_multiplier=1.5, query_multiplier=0.2 * 8**0.5)
     multipliers |= dict(residual_multiplier=0.22, logits_divisor=0.75)
     expected = {
@@ -98,6 +105,7 @@ def test_config_by_hand(tmp_path: Path) -> None:
         "smollm3": dict(tied=True, layer_variants=(0, 1)),
         "granite": multipliers,
         "qwen3_5": of_qwen35,
+        "phi3": of_phi3,
     }
     ropes = {
         "qwen2": Rope(700.0),
@@ -110,6 +118,7 @@ def test_config_by_hand(tmp_path: Path) -> None:
         "smollm3": Rope(250.0),
         "granite": Rope(350.0),
         "qwen3_5": Rope(400.0, rotated=6),
+        "phi3": Rope(550.0, rotated=6, factor=(1.0, 1.5, 2.0)),
     }
     others = {"gemma3": Variant(Rope(50.0), window=16), "smollm3": Variant(None)}
     others |= {"gemma2": Variant(Rope(450.0), window=16)}
@@ -232,6 +241,8 @@ BAD_CONFIGS = [  # family, changed keys (None removes a key), a part of the erro
     ("qwen3_5", {"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid' is not supported; s"),
     ("qwen3_5", {"layer_types": ["full_attention", "linear_attention"]}, "before each full_attent"),
     ("qwen3_5", rope35(rope_type="yarn", factor=4.0), "rope_parameters={'rope_type': 'yarn'"),
+    ("phi3", rope(rope_type="yarn", factor=4.0), "short_factor"),
+    ("phi3", rope(type="linear", factor=4.0), "must be one of ['longrope']"),
     ("qwen2", quantized(quant_method="gptq", bits=4), f"weights in gptq {UNQUANTIZED}"),
     ("qwen2", quantized(load_in_4bit=True), f"weights in bitsandbytes {UNQUANTIZED}"),
     ("sees_images", quantized(quant_method="fp8"), f"weights in fp8 {UNQUANTIZED}"),
@@ -352,6 +363,32 @@ def test_the_model_of_text_is_read_from_a_qwen35_and_a_line_names_what_is_left_o
     config = json.loads((target / "config.json").read_text())
     assert config["architectures"] == ["Qwen3_5ForCausalLM"]
     assert hf.read_config(target) == model
+
+
+@pytest.mark.parametrize("mesh_shape", ["1,8,1", "1,2,4"])
+@pytest.mark.parametrize("int8", [False, True])
+def test_the_rows_of_a_fused_tensor_are_weights_of_their_own(
+    tmp_path: Path, mesh_shape: str, int8: bool
+) -> None:
+    """32, 16 and 16 rows of queries, keys and values; 40 rows of gate and 40 of up."""
+    folder, source = write_folder(tmp_path, "phi3"), tensors(FAMILIES["phi3"])
+    model = dataclasses.replace(hf.read_config(folder), lora=Lora(2, 4.0, ("o_proj",), int8))
+    layers = hf.load_params(folder, model, mesh(mesh_shape), np.float32).layers
+    for i in range(2):
+        names = [f"model.layers.{i}.{x}_proj.weight" for x in ("self_attn.qkv", "mlp.gate_up")]
+        parts = np.split(source[names[0]], [32, 48]) + np.split(source[names[1]], 2)
+        for name, part in zip(("wq", "wk", "wv", "gate", "up"), parts, strict=True):
+            ours = jax.tree.map(lambda x, i=i: x[i], getattr(layers, name))
+            jax.tree.map(np.testing.assert_array_equal, ours, quantize(part.T) if int8 else part.T)
+
+
+def test_the_rows_of_a_tensor_may_be_those_of_a_stack_of_matrices() -> None:
+    """Experts [experts, 2F, D] of which a weight has the rows from F on, transposed."""
+    tensor = np.arange(3 * 10 * 4).reshape(3, 10, 4)
+    up = Leaf((3, 4, 5), (None, None, None), "experts.gate_up_proj", True, first_row=5)
+    index = slice(1, 3), slice(0, 2), slice(2, 5)
+    part = hf.read_weight(up, tensor, index)
+    np.testing.assert_array_equal(part, tensor[1:3, 7:10, :2].swapaxes(1, 2))
 
 
 NORM = "model.norm.weight"
@@ -545,6 +582,7 @@ def exported(source: Path, target: Path, mesh_shape: str = "1,8,1", **how: objec
         ("smollm3", "1,4,2", np.float32, "float32"),
         ("granite", "2,2,2", np.float32, "bfloat16"),
         ("qwen3_5", "1,4,2", np.float32, "bfloat16"),
+        ("phi3", "1,4,2", np.float32, "bfloat16"),
     ],
 )
 def test_an_export_has_every_tensor_of_its_source_in_any_dtype_and_on_any_mesh(
@@ -631,7 +669,7 @@ def test_transformers_opens_an_export_and_gives_the_same_logits(tmp_path, family
 NUM_LAYERS = ("n_layers", "num_hidden_layers", "n_layer", "num_layers")
 MORE_LAYERS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
 CONVERTED = {f"{x}ForCausalLM" for x in ("Qwen2", "Qwen3", "Qwen3_5", "Llama", "Gemma2")}
-CONVERTED |= {f"{x}ForCausalLM" for x in ("Mistral", "SmolLM3", "Granite", "Gemma3")}
+CONVERTED |= {f"{x}ForCausalLM" for x in ("Mistral", "SmolLM3", "Granite", "Gemma3", "Phi3")}
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 
 

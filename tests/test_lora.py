@@ -421,6 +421,45 @@ def test_adapters_by_a_regular_expression_and_with_the_names_of_a_model_of_image
         np.testing.assert_array_equal(tensor, before[name])
 
 
+@pytest.mark.parametrize("targets", [("qkv_proj", "gate_up_proj", "down_proj"), ("qkv_proj",)])
+def test_the_weights_of_a_fused_tensor_share_the_a_of_their_adapter(
+    tmp_path: Path, targets: tuple[str, ...]
+) -> None:
+    """As in PEFT, which adapts the tensor. The base plus B A is made of the two files by hand."""
+    (tmp_path / "base").mkdir()
+    (tmp_path / "dense").mkdir()
+    base = hf.read_config(write_folder(tmp_path / "base", "phi3"))
+    model, mesh = dataclasses.replace(base, lora=Lora(3, 4.5, targets)), train_layout(1, 1, 1).mesh
+    rng, made = np.random.default_rng(0), trainable_params(init_params(model, jax.random.key(0)))
+    made = jax.tree.map(lambda x: np.float32(0.3 * rng.normal(size=x.shape)), made)
+    folder = tmp_path / "adapters"
+    lora.save_adapters(folder, made, model, model.lora, str(tmp_path / "base"), "", "")
+    assert lora.read_lora(Config(), base, folder) == model.lora._replace(
+        targets=(*sorted(targets),)
+    )
+    read = lora.initial_adapters(folder, model, mesh, seed=0)
+    jax.tree.map(np.testing.assert_array_equal, read, made)
+
+    factors, dense = load_file(folder / hf.ADAPTERS), load_file(tmp_path / "base" / hf.WEIGHTS)
+    assert len(factors) == 2 * 2 * len(targets)
+    for name, w in dense.items():
+        factor = f"base_model.model.{name.removesuffix('weight')}lora_"
+        if f"{factor}A.weight" in factors:
+            dense[name] = w + 1.5 * factors[f"{factor}B.weight"] @ factors[f"{factor}A.weight"]
+    shutil.copy(tmp_path / "base" / "config.json", tmp_path / "dense")
+    hf.save_tensors(dense, tmp_path / "dense" / hf.WEIGHTS)
+    params = combine_params(hf.load_params(tmp_path / "base", model, mesh, np.float32), made)
+    expected = hidden_of(hf.load_params(tmp_path / "dense", base, mesh, np.float32), base)
+    for layer_loop in ("scan", "unroll"):
+        np.testing.assert_allclose(hidden_of(params, model, layer_loop), expected, atol=2e-5)
+    merged = hf.hf_tensors(lora.merge_adapters(params, model.lora)[0], base)
+    for tensors in (merged, lora.merge_with_folder(tmp_path / "base", params, model, np.float32)):
+        found = dict(tensors)
+        assert found.keys() == dense.keys()
+        for name, x in found.items():
+            np.testing.assert_allclose(x, dense[name], rtol=0, atol=1e-6, err_msg=name)
+
+
 def test_a_rank_beside_a_folder_of_adapters_must_be_theirs(adapters: Path) -> None:
     env = DATA | {"MODEL_PATH": str(adapters), "LORA_RANK": "8"}
     with pytest.raises(UserMistake, match="LORA_RANK=8, and the adapters of MODEL_PATH=.* have 4"):

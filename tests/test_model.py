@@ -235,6 +235,11 @@ def test_logits_equal_the_numbers_transformers_gave(tmp_path: Path, family: str)
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 
 
+def random_longrope(rng: np.random.Generator, frequencies: int) -> dict[str, Any]:
+    factors = {x: rng.uniform(1, 3, frequencies).tolist() for x in ("short_factor", "long_factor")}
+    return {"type": "longrope"} | factors
+
+
 def random_config(family: str, seed: int) -> dict[str, Any]:
     """A config.json of the family with random sizes."""
     rng = np.random.default_rng(seed)
@@ -249,6 +254,8 @@ def random_config(family: str, seed: int) -> dict[str, Any]:
         "gemma2": {"head_dim": int(h), "sliding_window": int(rng.integers(3, 20))}
         | {"attn_logit_softcapping": seed * 0.9 or None, "final_logit_softcapping": 1.0 + seed}
         | {"pad_token_id": None},  # torch gives that token's embedding no gradient
+        "phi3": {"partial_rotary_factor": 0.5, "original_max_position_embeddings": 130 + seed}
+        | {"rope_scaling": random_longrope(rng, int(h) // 4)},
         "granite": {name: rng.uniform(0.3, 1.5) for name in MULTIPLIERS}
         | {"attention_multiplier": rng.uniform(0.5, 1.5) * h**-0.5},
     }
@@ -258,7 +265,7 @@ def random_config(family: str, seed: int) -> dict[str, Any]:
 
 @pytest.mark.parity
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("family", ["mistral", "smollm3", "granite", "gemma2"])
+@pytest.mark.parametrize("family", ["mistral", "smollm3", "granite", "gemma2", "phi3"])
 def test_random_models_have_transformers_logits_and_gradients(
     family: str, seed: int, tmp_path: Path
 ) -> None:

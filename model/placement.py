@@ -64,6 +64,8 @@ def plan_compute(
     or the model do not support.
     """
     platform = devices[0].platform
+    if platform == "tpu":
+        model = drop_idle_windows(model, S + cfg.max_length_sample)
     dtype = cfg.dtype
     if dtype == "auto":
         dtype = "bfloat16" if has_bfloat16(devices[0]) else "float32"
@@ -196,7 +198,7 @@ def choose_attention(
     elif model.head_dim % 64:
         obstacle = f"it needs a head_dim that is a multiple of 64, not {model.head_dim}"
     elif model.has_windows():
-        obstacle = "it has no sliding window, and the model has"
+        obstacle = "it has no sliding window, and one of the model's is shorter than a sequence"
     elif model.num_kv_heads % tp:
         obstacle = f"MESH_SHAPE's tp={tp} does not divide {model.num_kv_heads} kv heads"
     elif row > MAX_ROW_TOKENS or completion > MAX_COMPLETION_TOKENS:
@@ -205,6 +207,13 @@ def choose_attention(
     if setting == "splash" and obstacle:
         raise UserMistake(f"ATTENTION_IMPL=splash: {obstacle}; leave it at auto")
     return setting if setting != "auto" else "xla" if obstacle else "splash"
+
+
+def drop_idle_windows(model: ModelConfig, tokens: int) -> ModelConfig:
+    """The model without the windows that hide nothing of a prompt and a completion, which have at
+    most this number of input tokens. splash has no windows."""
+    variants = [x if (x.window or 0) < tokens else x._replace(window=None) for x in model.variants]
+    return dataclasses.replace(model, variants=tuple(variants))
 
 
 def choose_layer_loop(platform: str, remat: str) -> str:

@@ -1,5 +1,9 @@
 """ATTENTION_IMPL=splash: attention of packed rows by the block-sparse TPU kernel that ships with
-jax. It skips the same blocks as blocks.py, and has no sliding window.
+jax. It skips the same blocks as blocks.py.
+
+It has no sliding window. A mask of the kernel is a function of an int32 of the query and of the
+key's slot. Where a window ends in a prompt depends on three numbers of the query: its slot, its
+distance to the start of its completion, and the slot at which its prompt ends. They do not fit.
 
 Dimensions as in attention.py.
 """

@@ -254,7 +254,8 @@ def random_config(family: str, seed: int) -> dict[str, Any]:
         "gemma2": {"head_dim": int(h), "sliding_window": int(rng.integers(3, 20))}
         | {"attn_logit_softcapping": seed * 0.9 or None, "final_logit_softcapping": 1.0 + seed}
         | {"pad_token_id": None},  # torch gives that token's embedding no gradient
-        "phi3": {"partial_rotary_factor": 0.5, "original_max_position_embeddings": 130 + seed}
+        "phi3": {"partial_rotary_factor": h // 4 * 2 / h}
+        | {"original_max_position_embeddings": 130 + seed}
         | {"rope_scaling": random_longrope(rng, int(h) // 4)},
         "granite": {name: rng.uniform(0.3, 1.5) for name in MULTIPLIERS}
         | {"attention_multiplier": rng.uniform(0.5, 1.5) * h**-0.5},

@@ -33,7 +33,14 @@ from model.layout import (
 )
 from model.network import ComputeConfig
 from model.params import FULL, LINEAR, LinearSizes, Lora, ModelConfig, param_table
-from model.placement import choose_attention, num_params, plan_compute, rollout_tp, update_flops
+from model.placement import (
+    choose_attention,
+    drop_idle_windows,
+    num_params,
+    plan_compute,
+    rollout_tp,
+    update_flops,
+)
 from startup import set_up
 from tools.plan import KNOWN_MODELS, known_config
 
@@ -60,6 +67,10 @@ PUBLISHED = {
     "Qwen/Qwen3-4B": 4_022_468_096,
     "Qwen/Qwen3-4B-Instruct-2507": 4_022_468_096,
     "Qwen/Qwen3-8B": 8_190_735_360,
+    "google/gemma-2-2b-it": 2_614_341_888,
+    "google/gemma-2-9b": 9_241_705_984,
+    "google/gemma-2-27b-it": 27_227_128_320,
+    "microsoft/Phi-4-mini-instruct": 3_836_021_760,
     "Qwen/Qwen3.5-0.8B": 752_393_024,  # as all of Qwen3.5 without images and MTP
     "Qwen/Qwen3.5-2B-Base": 1_881_825_088,
     "Qwen/Qwen3.5-4B": 4_205_751_296,
@@ -296,7 +307,9 @@ WINDOWED = known_config("google/gemma-3-1b-it")
         ("auto", MODEL, "tpu", 1, 4096, "xla"),
         ("splash", MODEL, "tpu", 1, 4096, "a head_dim that is a multiple of 64, not 8"),
         ("auto", WINDOWED, "tpu", 1, 4096, "xla"),
-        ("splash", WINDOWED, "tpu", 1, 4096, "it has no sliding window, and the model has"),
+        ("splash", WINDOWED, "tpu", 1, 4096, "it has no sliding window, and one of the model's is"),
+        ("auto", drop_idle_windows(WINDOWED, 513), "tpu", 1, 4096, "xla"),
+        ("auto", drop_idle_windows(WINDOWED, 512), "tpu", 1, 4096, "splash"),
         ("auto", WIDE, "tpu", 16, 4096, "xla"),
         ("splash", WIDE, "tpu", 16, 4096, "MESH_SHAPE's tp=16 does not divide 8 kv heads"),
         ("auto", WIDE, "tpu", 1, 2**17 + 1, "xla"),

@@ -406,6 +406,18 @@ def test_a_scorer_stays_in_memory_and_has_a_program(
     ).shape == (32, 2)
 
 
+@needs_compiler
+@pytest.mark.parametrize("T, impl", [(256, "splash"), (257, "xla")])
+def test_on_a_tpu_gemma_has_splash_attention_if_its_windows_hide_nothing(T: int, impl: str) -> None:
+    """Its windows have 512 tokens: 256 of a prompt without its last one, and 256 more."""
+    env = SMALL | {"MODEL_PATH": "google/gemma-3-1b", "MAX_PROMPT_LENGTH": "257"}
+    env |= {"MAX_LENGTH_SAMPLE": str(T), "BATCH_SIZE": "8"}
+    made = plan.make_plan(Config.from_env(env), "v5e-1")
+    for compute in (made.training, made.rollout):
+        assert compute.model.has_windows() == (impl == "xla")
+    assert made.training.attention_impl == impl
+
+
 # ---- The time of a step --------------------------------------------------------------------------
 
 NUMBERS = r"([\d.e-]+) to ([\d.e-]+)"

@@ -561,8 +561,13 @@ MISTRAL = {"model_type": "mistral", "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sl
 SMOLLM2 = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 1e5}
 SMOLLM2_LARGE = SMOLLM2 | {"rope_theta": 1.3e5}
 SMOLLM3 = {"model_type": "smollm3", "rms_norm_eps": 1e-6, "rope_theta": 5e6, "pad_token_id": None}
+GEMMA2 = {"model_type": "gemma2", "rms_norm_eps": 1e-6, "sliding_window": 4096}
+GEMMA2_27B = GEMMA2 | {"query_pre_attn_scalar": 144}
 GEMMA3 = {"model_type": "gemma3_text", "rms_norm_eps": 1e-6, "sliding_window": 512}
 GEMMA3_4B = GEMMA3 | {"sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 8}}
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.0] * 48}  # not read
+PHI4 = {"model_type": "phi3", "rms_norm_eps": 1e-5, "rope_theta": 1e4, "rope_scaling": LONGROPE}
+PHI4 |= {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 4096}
 SIZES = """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads head_dim tie_word_embeddings max_position_embeddings""".split()
 # A model whose name has -Instruct, -Base, -it or -pt at its end or before its version has the same
@@ -590,6 +595,10 @@ ROWS: dict[str, tuple[Any, ...]] = {
     "HuggingFaceTB/SmolLM2-360M": (SMOLLM2, 49152, 960, 2560, 32, 15, 5, 64, True, 8192),
     "HuggingFaceTB/SmolLM2-1.7B": (SMOLLM2_LARGE, 49152, 2048, 8192, 24, 32, 32, 64, True, 8192),
     "HuggingFaceTB/SmolLM3-3B": (SMOLLM3, 128256, 2048, 11008, 36, 16, 4, 128, True, 65536),
+    "microsoft/Phi-4-mini-instruct": (PHI4, 200064, 3072, 8192, 32, 24, 8, 128, True, 131072),
+    "google/gemma-2-2b": (GEMMA2, 256000, 2304, 9216, 26, 8, 4, 256, True, 8192),
+    "google/gemma-2-9b": (GEMMA2, 256000, 3584, 14336, 42, 16, 8, 256, True, 8192),
+    "google/gemma-2-27b": (GEMMA2_27B, 256000, 4608, 36864, 46, 32, 16, 128, True, 8192),
     "google/gemma-3-270m": (GEMMA3, 262144, 640, 2048, 18, 4, 1, 256, True, 32768),
     "google/gemma-3-1b": (GEMMA3, 262144, 1152, 6912, 26, 4, 1, 256, True, 32768),
     "google/gemma-3-4b": (GEMMA3_4B, 262208, 2560, 10240, 34, 8, 4, 256, True, 131072),

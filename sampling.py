@@ -336,8 +336,7 @@ def decode(
         cache = Cache(decoding.prompt, decoding.prompt_mask, decoding.completion, t)
         positions = decoding.last_position + t  # [B]
         hidden, completion = forward_token(params, compute, decoding.token, positions, cache)
-        # [B, V] float32, as the trainer computes them
-        logits = softcap(dot(hidden, head, 1, 1), compute.model.logits_softcap)
+        logits = softcap(dot(hidden, head, 1, 1), compute.model.logits_softcap)  # [B, V] float32
         # The matmul splits V over tp, like the lm_head. Drawing a token needs all V logits of the
         # sequence on one device.
         logits = constrain(logits, layout, TRAIN_BATCH_AXES, "tp")

@@ -134,8 +134,7 @@ def visible(queries: Iterable[jax.Array], keys: Iterable[jax.Array], S: int) -> 
 def attention(q: jax.Array, kv: KV, rows: PackedRows, layout: Layout, cap: float) -> jax.Array:
     """softmax(q k^T / sqrt(h)) v over the keys that a token sees: [X, t, H*h] in q's dtype.
 
-    q: [X, t, H, h]. kv: of the X rows. cap: of softcap on the scores, before the mask; 0: none.
-    At padding the result is finite and meaningless.
+    q: [X, t, H, h]. kv: of the X rows. cap: of the scores, for softcap. Padding gets finite sums.
     """
     q = q * q.shape[-1] ** -0.5
     X, t = rows.segment_ids.shape

@@ -137,7 +137,7 @@ def test_files_that_people_copy_alone_import_nothing_of_ours_that_imports_jax(mo
 @pytest.mark.style
 def test_only_families_py_asks_for_a_family_of_models_by_its_name() -> None:
     """And the engine, which has some of them; tools, recipes and tiny/ name models."""
-    family = re.compile("gemma|qwen|mistral|smollm|granite", re.I)
+    family = re.compile("gemma|qwen|mistral|smollm|granite|phi3", re.I)
     files = {name: file for name, file in code().items() if room(name) in ROOMS["extras"]}
     asking = set()
     for name, file in files.items():

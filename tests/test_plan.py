@@ -1,5 +1,5 @@
 """Claims about train_grpo.py --plan: its tables, what it suggests and its exit codes; and about the
-tables of models and slices in docs/plan.md."""
+tables of models and slices in docs/plan_table.md."""
 
 import dataclasses
 import importlib.util
@@ -25,7 +25,7 @@ from infra.sizes import derive_sizes
 from model.layout import mesh_text
 from model.lora import read_lora
 from model.placement import num_params, plan_compute
-from tools import plan
+from tools import plan, plan_table
 from tools.plan import Program, known_config, list_programs
 from tools.plan_time import describe_time, forward_work, rollout_work, work_of_phases
 from train_sft import customize_settings
@@ -570,34 +570,40 @@ def test_an_engine_decodes_with_all_devices_on_tp(model: Path) -> None:
     assert memory[0] == memory[1] > num_params(made.rollout.model) * 2 / 4
 
 
-# ---- The table of docs/plan.md -------------------------------------------------------------------
+# ---- The table of docs/plan_table.md -------------------------------------------------------------
 
-DOC = (REPO / "docs" / "plan.md").read_text()
+DOC = (REPO / "docs" / "plan_table.md").read_text()
 [STEP] = re.findall(r"^export (ROLLOUT_GLOBAL_BATCH_SIZE=.*)$", DOC, re.M)
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
     for line in DOC.splitlines()
-    if line.startswith("| Qwen/")
+    if line.startswith(("| Qwen/", "| google/"))
 ]
+LORA = "`LORA_RANK=16`"
+ALL_WEIGHTS = [row for row in ROWS if row[4] != LORA]
+GEMMA = ("google/gemma-2-2b", "google/gemma-3-1b")
 MODELS = [
     f"Qwen/{name}" for name in "Qwen2.5-0.5B Qwen2.5-1.5B Qwen2.5-3B Qwen2.5-7B Qwen3-4B".split()
 ]
 DEVICES = {"v5e-1": (1, 15.75), "v5e-8": (8, 15.75), "v4-8": (4, 30.75), "v6e-8": (8, 31.25)}
+ON_GPUS = {"t4": (1, 13.43), "h100": (1, 72.77)}
 
 
 def state_gib(model: str, name: str, optimizer: str) -> float:
     """Of a chip's part of the weights, the gradients and the optimizer's moments, in float32."""
     arrays = 2 + {"adamw": 2, "lion": 1, "sgd": 0}[optimizer]
-    return num_params(known_config(model)) * 4 * arrays / DEVICES[name][0] / 2**30
+    return num_params(known_config(model)) * 4 * arrays / (DEVICES | ON_GPUS)[name][0] / 2**30
 
 
 def test_the_table_has_a_possible_row_for_each_model_and_slice() -> None:
     qwen35 = [("0.8B", "v5e-1"), ("2B", "v5e-8"), ("4B", "v6e-8")]
     rows = [(m, s) for m in MODELS for s in DEVICES]
     rows += [(f"Qwen/Qwen3.5-{size}", s) for size, s in qwen35]
-    assert [tuple(row[:2]) for row in ROWS] == rows
-    for model, name, prompts, sequences, other, gib, *_ in ROWS:
-        devices, limit = DEVICES[name]
+    rows += [(m, s) for m in GEMMA for s in ("v5e-1", "v5e-8", "t4", "h100")]
+    assert [tuple(row[:2]) for row in ALL_WEIGHTS] == rows
+    assert {tuple(row[:2]) for row in ROWS if row[4] == LORA} >= {*rows[-8:]}
+    for model, name, prompts, sequences, other, gib, *_ in ALL_WEIGHTS:
+        devices, limit = (DEVICES | ON_GPUS)[name]
         if prompts == "does not fit":  # it needs more than the chip has even with sgd
             needed = [float(x) for x in re.findall(r"(?:^|: )(\d+\.\d+)", gib)]
             for optimizer, needs in zip(("adamw", "lion", "sgd"), needed, strict=True):
@@ -609,18 +615,35 @@ def test_the_table_has_a_possible_row_for_each_model_and_slice() -> None:
         assert 16 % int(prompts) == 0 and 128 // devices % int(sequences) == 0
 
 
-ADAPTERS = re.findall(
-    r"^\| (Qwen[\d.]+-\d+B) on a (\S+) \| (\d+) \| (\d+) \| .* \| (.*) \|$", DOC, re.M
-)
+@needs_compiler
+def test_a_row_is_planned_again_with_its_settings(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command changes the last columns of the rows with all its words."""
+    step = " ".join(f"{name}={value}" for name, value in SMALL.items())
+    row = f"| {model} | v6e-1 | 8 | 16 | `EVAL_EVERY_STEPS=0 OPTIMIZER=sgd` |"
+    lines = [f"export {step}", f"{row} 1 | 2 | 3 |", "| a/b | v6e-1 | 8 | 16 | | 1 | 2 | 3 |"]
+    page = tmp_path / "table.md"
+    page.write_text("\n".join(lines) + "\n")
+    monkeypatch.setattr(plan_table, "PAGE", page)
+    for name in ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_DISABLE_MOST_OPTIMIZATIONS"):
+        monkeypatch.delenv(name, raising=False)
+    plan_table.main(["v6e-1", "sgd"])
+    before, changed, other = page.read_text().splitlines()
+    assert [before, other] == [lines[0], lines[2]]
+    pattern = re.escape(row) + r" [\d.]+ of 31.25 \| \w+ \| [\d.]+ to [\d.]+ \|"
+    assert re.fullmatch(pattern, changed)
+    with pytest.raises(SystemExit, match="error: no plan of NUM_PRE_Q=8 .* on v9-1"):
+        plan_table.plan_row(["x", "v9-1", "1", "1", ""], step)
 
 
 @needs_compiler
 def test_the_tables_have_the_seconds_that_a_plan_prints() -> None:
-    rows = [(row, row[4].strip("`")) for row in ROWS if row[2] != "does not fit"]
-    rows += [([f"Qwen/{row[0]}", *row[1:]], "LORA_RANK=16") for row in ADAPTERS]
-    assert len(rows) == 19 + 6
-    for (model, name, prompts, count, *_, seconds), other in rows:
-        text = f"MODEL_PATH={model} {STEP} BATCH_SIZE={prompts} {other}"
+    """Of TPUs; the compiler of GPUs is not installed beside libtpu."""
+    rows = [row for row in ROWS if row[2] != "does not fit" and row[1] not in ON_GPUS]
+    assert len(rows) == 19 + 6 + 7
+    for model, name, prompts, count, other, *_, seconds in rows:
+        text = f"MODEL_PATH={model} {STEP} BATCH_SIZE={prompts} {other.strip('`')}"
         text += f" TRAIN_PER_DEVICE_MICRO_BATCH_SIZE={count}"
         cfg = Config.from_env(dict(pair.split("=") for pair in text.split()))
         flags = parse_command_line(["--plan", name])
@@ -688,5 +711,5 @@ def test_the_compiler_says_again_what_the_table_says(
     cfg = Config.from_env(dict(pair.split("=") for pair in text.split()))
     gib = plan.measure_memory(list_programs(plan.make_plan(cfg, name))[program]).total / 2**30
     assert gib == pytest.approx(expected, rel=0.07)  # 13.38 instead of 12.63 GiB with jax 0.12
-    [row] = [row for row in ROWS if row[:2] == [f"Qwen/{model}", name]]
+    [row] = [row for row in ALL_WEIGHTS if row[:2] == [f"Qwen/{model}", name]]
     assert f"{expected:.2f} of" in row[5] and program in row[6]

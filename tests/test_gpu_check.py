@@ -64,8 +64,10 @@ def test_attention_in_rounds_is_within_and_wrong_attention_is_not(
     assert within is True and {*fields["attention"]} == {"out", "grad_q", "grad_k", "grad_v"}
     assert all(0 < x < 0.01 for x in fields["attention"].values()), "it compares with another one"
 
-    def sees_all_completions(q: jax.Array, kv: KV, rows: PackedRows, layout: Layout) -> jax.Array:
-        return attention(q, kv, rows._replace(start=0 * rows.start), layout)
+    def sees_all_completions(
+        q: jax.Array, kv: KV, rows: PackedRows, layout: Layout, cap: float
+    ) -> jax.Array:
+        return attention(q, kv, rows._replace(start=0 * rows.start), layout, cap)
 
     monkeypatch.setattr(gpu_check, "block_attention", sees_all_completions)
     wrong = gpu_check.compare_attention(small=True)["attention"]

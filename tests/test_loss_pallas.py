@@ -259,11 +259,13 @@ def test_the_two_cores_of_a_v4_race_with_nobody_and_add_no_token_behind_the_end(
 # ---- The compiler of the TPU ---------------------------------------------------------------------
 
 HEADS = {"Qwen2.5-3B": (2048, 151936), "Qwen2.5-14B": (5120, 152064)}  # D, V
+HEADS["Gemma-2-2B"] = 2304, 256000  # with a softcap, which takes one more array in VMEM
 # Chips with 16, 64 and 128 MiB of VMEM for a core, and a wide model beside the least of them, whose
 # small tiles compile fastest. The shapes are those of the mesh.
 TO_COMPILE = [
     ("jax", "v6e", "Qwen2.5-3B", (2, 2, 2)),
     ("pallas", "v4", "Qwen2.5-14B", (1, 4, 1)),
+    ("pallas", "v4", "Gemma-2-2B", (1, 4, 1)),
     pytest.param("pallas", "v5p", "Qwen2.5-3B", (1, 4, 1), marks=pytest.mark.slow),
     pytest.param("pallas", "v6e", "Qwen2.5-3B", (1, 8, 1), marks=pytest.mark.slow),
 ]
@@ -278,7 +280,8 @@ def compile_for(mesh: Mesh, impl: str, D: int, V: int) -> jax.stages.Compiled:
     compute = Kernel(mesh.devices.flat[0].device_kind) if impl == "pallas" else token_logps
 
     def loss(hidden: jax.Array, lm_head: jax.Array, ids: jax.Array) -> jax.Array:
-        logps, entropy = compute(hidden, lm_head, ids, mesh=mesh)
+        cap = 30.0 if (D, V) == HEADS["Gemma-2-2B"] else 0.0
+        logps, entropy = compute(hidden, lm_head, ids, cap=cap, mesh=mesh)
         return logps.sum() + 0.01 * entropy.sum()
 
     return jax.jit(jax.grad(loss, (0, 1))).lower(hidden, lm_head, ids).compile()
@@ -311,6 +314,13 @@ def test_a_model_too_wide_for_the_chip_is_named() -> None:
     ):
         loss_pallas.block_sizes(8192, 2, "TPU v4")
     assert loss_pallas.block_sizes(8192, 2, "TPU v6 lite")[1] >= 1024
+
+
+def test_a_softcap_takes_one_more_array_of_a_block_and_a_tile() -> None:
+    """Blocks of 64 tokens and tiles of 512 rows take 64 * 24 * D + 512 * 8 * D + 64 * 512 * 4 * 12
+    bytes of the 16 MiB of a v4: with D = 2688 16.71 million of 16.78, and too many if 12 is 13."""
+    sizes = [loss_pallas.block_sizes(2688, 2, "TPU v4", has_cap) for has_cap in (False, True)]
+    assert sizes == [(64, 512), (128, 256)]
 
 
 # ---- Alone ---------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ RUNS = {  # model, slice, settings
         {"GLOBAL_LENGTH": "128", "MAX_LENGTH_SAMPLE": "128", "ROLLOUT_MESH_SHAPE": "auto"},
     ),
 }
-KERNELS = [("v6e", 128), ("v4", 128), ("v6e", 64)]
+KERNELS = [("v6e", 128, 0.0), ("v4", 128, 0.0), ("v6e", 64, 0.0), ("v5e", 256, 50.0)]
 
 
 @functools.cache
@@ -154,10 +154,11 @@ def test_training_never_puts_a_complete_gradient_or_embedding_on_a_device() -> N
 
 
 @pytest.mark.parametrize(
-    "chip, head_dim",
+    "chip, head_dim, cap",
     [KERNELS[0], *(pytest.param(*kernel, marks=pytest.mark.slow) for kernel in KERNELS[1:])],
 )
-def test_splash_attention_and_its_gradient_compile(chip: str, head_dim: int) -> None:
+def test_splash_attention_and_its_gradient_compile(chip: str, head_dim: int, cap: float) -> None:
+    """The last is Gemma 2's."""
     devices = slice_devices(f"{chip}-8")
     layout = Layout(
         Mesh(np.array(devices).reshape(1, -1, 1), ("dp", "fsdp", "tp")), TRAIN_BATCH_AXES
@@ -170,7 +171,7 @@ def test_splash_attention_and_its_gradient_compile(chip: str, head_dim: int) -> 
 
     def total(q: jax.Array, k: jax.Array, v: jax.Array, *of_tokens: jax.Array) -> jax.Array:
         rows = PackedRows(*of_tokens, S=S)
-        out = splash_attention(q, KV(k, v), rows, layout)
+        out = splash_attention(q, KV(k, v), rows, layout, cap)
         return out.astype(jnp.float32).sum()
 
     k, v = sharded(num_rows, 2, head_dim, width), sharded(num_rows, 2, width, head_dim)

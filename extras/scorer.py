@@ -32,7 +32,7 @@ from infra.sizes import MICRO_SIZES, Sizes, bucket_length
 from model import hf
 from model.attention import prompt_rows
 from model.layout import constrain_batch, gather_processes, local_part, shard_batch
-from model.logps import dot
+from model.logps import dot, softcap
 from model.network import ComputeConfig, forward
 from model.params import Params, lm_head
 from model.placement import gib_per_device, num_params, plan_frozen, raise_if_too_long
@@ -150,14 +150,18 @@ def score_last_tokens(
     positions = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)  # [X, t]
     hidden, _ = forward(params, compute, ids, positions, prompt_rows(mask.astype(bool)))
     last, weights = hidden[:, -1], lm_head(params)  # [X, D], [1 or V, D]
+    cap = compute.model.logits_softcap
     rows = weights[jnp.array(words or (0,))].astype(jnp.float32)  # [2 or 1, D]
     head = rows[:1] - rows[1:] if words else rows  # [1, D]
     scores = dot(last.astype(jnp.float32), head, 1, 1)[:, 0]  # [X]
     probability = jnp.ones_like(scores)
     if words:
-        logits = dot(last, weights.astype(last.dtype), 1, 1)  # [X, V]
+        logits = softcap(dot(last, weights.astype(last.dtype), 1, 1), cap)  # [X, V]
         of_words = jax.nn.logsumexp(logits[:, jnp.array(words)], axis=1)
         probability = jnp.exp(of_words - jax.nn.logsumexp(logits, axis=1))
+        if cap:  # the difference of two capped logits is not that of two rows times hidden
+            yes, no = softcap(dot(last.astype(jnp.float32), rows, 1, 1), cap).T
+            scores = yes - no
         scores = jax.nn.sigmoid(scores)
     return constrain_batch(jnp.stack([scores, probability], axis=1), compute.layout)
 

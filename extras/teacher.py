@@ -77,7 +77,7 @@ def plan_teacher(
     student. Raises UserMistake."""
     compute = plan_frozen(cfg, model, sizes, S, devices)
     rows = min(model.vocab_size, vocab_size)
-    return compute._replace(model=dataclasses.replace(model, vocab_size=rows))
+    return compute._replace(model=dataclasses.replace(compute.model, vocab_size=rows))
 
 
 def load_weights(teacher: LearnerConfig, folder: Path) -> LearnerConfig:

@@ -138,7 +138,7 @@ def plan_frozen(
     # It samples nothing, so the rollout's settings need not suit it.
     cfg = dataclasses.replace(cfg, rollout_mesh_shape="auto", rollout_backend="naive")
     compute, *_ = plan_compute(cfg, model, sizes, S, devices)
-    return compute if S else compute._replace(attention_impl="xla")
+    return compute if S else compute._replace(model=model, attention_impl="xla")
 
 
 def gib_per_device(compute: ComputeConfig) -> float:

@@ -31,6 +31,7 @@ from small_model import (
     write_folder,
 )
 
+from extras.scorer import score_last_tokens
 from model import families, hf
 from model.attention import KV, Cache, PackedRows, map_kv, prompt_rows
 from model.blocks import BLOCK, block_attention
@@ -485,6 +486,19 @@ def test_the_sampler_draws_from_the_capped_logits(gemma2: tuple[ModelConfig, Par
     rows, compute = in_rows(batch, 24), FLOAT32._replace(model=model)
     logps, _ = compute_logps_and_entropies(params, rows, 0.7, compute)
     np.testing.assert_allclose(drawn.sampling_logps, logps, rtol=0, atol=1e-5)
+
+
+def test_a_judge_compares_the_capped_logits_of_its_words(
+    gemma2: tuple[ModelConfig, Params],
+) -> None:
+    """The scores of the words 5 and 9 behind the golden texts, and their probability together."""
+    model, params = gemma2
+    texts, compute = (golden()["ids"], golden()["mask"]), FLOAT32._replace(model=model)
+    scores, probability = score_last_tokens(params, *texts, compute, (5, 9)).T
+    logits = golden()["logits"][:, -1].astype(float)
+    expected = 1 / (1 + np.exp(logits[:, 9] - logits[:, 5]))
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(probability, numpy_softmax(logits)[:, [5, 9]].sum(axis=1), atol=1e-5)
 
 
 # ---- Layouts -------------------------------------------------------------------------------------

@@ -131,7 +131,9 @@ def visible(queries: Iterable[jax.Array], keys: Iterable[jax.Array], S: int) -> 
 # ---- Attention -----------------------------------------------------------------------------------
 
 
-def attention(q: jax.Array, kv: KV, rows: PackedRows, layout: Layout, cap: float) -> jax.Array:
+def attention(
+    q: jax.Array, kv: KV, rows: PackedRows, layout: Layout, cap: float = 0.0
+) -> jax.Array:
     """softmax(q k^T / sqrt(h)) v over the keys that a token sees: [X, t, H*h] in q's dtype.
 
     q: [X, t, H, h]. kv: of the X rows. cap: of the scores, for softcap. Padding gets finite sums.
@@ -145,7 +147,7 @@ def attention(q: jax.Array, kv: KV, rows: PackedRows, layout: Layout, cap: float
 
 
 def cached_attention(
-    q: jax.Array, cache: Cache, layout: Layout, cap: float, window: jax.Array | None = None
+    q: jax.Array, cache: Cache, layout: Layout, window: jax.Array | None = None, cap: float = 0.0
 ) -> jax.Array:
     """Attention of one new token per sequence: [B, 1, H*h].
 

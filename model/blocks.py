@@ -40,7 +40,7 @@ UNROLLED_ROUNDS = 3
 
 
 def block_attention(
-    q: jax.Array, kv: KV, rows: PackedRows, layout: Layout, cap: float
+    q: jax.Array, kv: KV, rows: PackedRows, layout: Layout, cap: float = 0.0
 ) -> jax.Array:
     q = q * q.shape[-1] ** -0.5
     (X, t), lists = rows.segment_ids.shape, rows.key_blocks

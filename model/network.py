@@ -164,7 +164,7 @@ def forward_token(
             prompt, completion = select_layer(prompt, i), select_layer(kvs[-1], i)
             layer_cache = cache._replace(prompt=prompt, completion=completion)
             window, cap = _window(compute.model, variant), compute.model.attention_softcap
-            out = cached_attention(q, layer_cache, compute.layout, cap, window)
+            out = cached_attention(q, layer_cache, compute.layout, window, cap)
             x = _output_proj_and_mlp(x, out, w, compute, gate)
         return x, kvs
 

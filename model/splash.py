@@ -29,7 +29,12 @@ MAX_ROW_TOKENS, MAX_COMPLETION_TOKENS = 2**SLOT_BITS, 2 ** (31 - SLOT_BITS)
 
 
 def splash_attention(
-    q: jax.Array, kv: KV, rows: PackedRows, layout: Layout, cap: float, interpret: bool = False
+    q: jax.Array,
+    kv: KV,
+    rows: PackedRows,
+    layout: Layout,
+    cap: float = 0.0,
+    interpret: bool = False,
 ) -> jax.Array:
     """As `attention`, for rows without a window whose S and t are multiples of LANES.
 

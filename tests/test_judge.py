@@ -28,6 +28,7 @@ from runs import (
     wait_for,
 )
 
+from chat import ChatFormat
 from data import Prompt
 from infra.hosts import StopSignal
 from infra.mistakes import UserMistake
@@ -460,7 +461,8 @@ class SlowBackend:
 def rollout_of(*functions: RewardFunction) -> RolloutConfig:
     """With what sampling by SlowBackend and rewards need."""
     names = [field.name for field in dataclasses.fields(RolloutConfig)]
-    given = {"tokenizer": load_tokenizer(REPO / "tiny"), "functions": [*functions]}
+    chat_format = ChatFormat(load_tokenizer(REPO / "tiny"), [])
+    given: dict = {"chat_format": chat_format, "functions": [*functions]}
     given |= {"stopping": Stopping(6, (2,), 2), "stop_signal": StopSignal(), "global_length": 0}
     return RolloutConfig(
         **dict.fromkeys(names) | given | {"reward_weights": (1.0,) * len(functions)}

@@ -7,7 +7,10 @@ import json
 import os
 import re
 import shlex
+import shutil
+import site
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,7 @@ BOOK = json.loads(TEXT)
 CODE = {
     cell["id"]: "".join(cell["source"]) for cell in BOOK["cells"] if cell["cell_type"] == "code"
 }
+SESSION = [name for name in CODE if name.startswith("session-")]
 SETTINGS = {field.name.upper() for field in dataclasses.fields(Config)}
 
 
@@ -82,22 +86,37 @@ def test_each_machine_gets_its_model_its_batches_and_its_folder(
     assert (cfg.output_dir, cfg.save_every_steps) == (f"runs/{machine}", 10)
 
 
-def execute(folder: Path) -> dict[str, list]:
-    """{id: outputs} of all code cells, which a kernel executes in a folder, with fewer steps and
-    questions. pip is a stand-in that prints its arguments. A last cell looks for jax."""
+# pip prints its arguments, and what the environment of a cell lacks it gets from that of the tests.
+PIP = """#!/bin/sh
+echo pip "$@"
+if [ "$1" = --python ]; then
+  echo "{packages}" > "$("$2" -c "import site; print(site.getsitepackages()[0])")/tests.pth"
+fi
+"""
+
+
+def execute(folder: Path, names: Collection[str], **env: str) -> dict[str, list]:
+    """{id: outputs} of code cells, which a kernel executes in a folder, with fewer steps and
+    questions. pip is a stand-in, and /kaggle and /tmp are in the folder. A last cell looks for
+    jax."""
     import nbclient
     import nbformat
 
     (folder / "bin").mkdir()
-    (folder / "bin" / "pip").write_text('#!/bin/sh\necho pip "$@"\n')
-    (folder / "bin" / "pip").chmod(0o755)
+    pip = folder / "bin" / "pip"
+    pip.write_text(PIP.format(packages="\n".join(site.getsitepackages())))
+    pip.chmod(0o755)
     # A test in this process may have compiled for a TPU, which sets TPU_ACCELERATOR_TYPE.
     others = SETTINGS - {"JAX_COMPILATION_CACHE_DIR"} | {"TPU_ACCELERATOR_TYPE"}
-    env = {name: value for name, value in os.environ.items() if name not in others}
-    # The commands of the notebook find the Python of the tests.
+    env = {name: value for name, value in os.environ.items() if name not in others} | env
     env["PATH"] = f"{folder}/bin:{Path(sys.executable).parent}:{env['PATH']}"
     env |= {"EVAL_PROMPTS": "64", **FASTER_TO_COMPILE}
-    shorter = {name: re.sub(r"STEPS = \d+", "STEPS = 2", code) for name, code in CODE.items()}
+    shorter = {name: re.sub(r"STEPS = \d+", "STEPS = 2", CODE[name]) for name in names}
+    shorter = {name: code.replace('"/tmp/', f'"{folder}/') for name, code in shorter.items()}
+    shorter = {
+        name: re.sub('"/kaggle(?=[/"])', f'"{folder}/kaggle', code)
+        for name, code in shorter.items()
+    }
     shorter["has-jax"] = 'print("jax" in sys.modules)'
     cells = [nbformat.v4.new_code_cell(code, id=name) for name, code in shorter.items()]
     book = nbformat.v4.new_notebook(cells=cells, metadata=BOOK["metadata"])
@@ -106,16 +125,21 @@ def execute(folder: Path) -> dict[str, list]:
     return {cell["id"]: cell["outputs"] for cell in book["cells"]}
 
 
-@pytest.mark.slow
-def test_the_cells_run_in_their_order_and_train_and_show_the_reports(tmp_path: Path) -> None:
-    folder = copy_repository(tmp_path / "grpo")
-    outputs = execute(folder)
-    printed = {
+def printed_by(outputs: dict[str, list]) -> dict[str, str]:
+    return {
         name: "".join(each.get("text", "") for each in outputs[name]).replace("\r\n", "\n")
         for name in outputs
     }
+
+
+@pytest.mark.slow
+def test_the_cells_run_in_their_order_and_train_and_show_the_reports(tmp_path: Path) -> None:
+    folder = copy_repository(tmp_path / "grpo")
+    outputs = execute(folder, [name for name in CODE if name not in SESSION])
+    printed = printed_by(outputs)
     assert printed["code"] == f"The code is in {folder}\n"
-    assert printed["install"].endswith("pip install --quiet -r requirements.txt\n")
+    pip = f"pip --python {folder}/grpo-venv/bin/python install --quiet pip -r requirements.txt\n"
+    assert printed["install"].endswith(pip)
     assert re.search(r"^step=1 loss=.*^DONE: steps=2 ", printed["demo-train"], re.M | re.S)
     before, after = printed["demo-ask"].split("reward_correct ")[:2]
     assert before.endswith(f"\n{APPLES}\n\n{GREEDY}\n\n")
@@ -138,3 +162,33 @@ def test_the_cells_run_in_their_order_and_train_and_show_the_reports(tmp_path: P
     assert [printed[name] for name in printed if name.startswith("real-")] == [""] * 6
     assert "runs/demo/checkpoints/2\n" in printed["go-on"]
     assert printed["has-jax"] == "False\n"  # it would take the memory of the GPU
+
+
+@pytest.mark.slow
+def test_a_session_ends_in_time_and_the_next_goes_on_from_its_saved_output(tmp_path: Path) -> None:
+    """What a version of a notebook of Kaggle has saved is an input of its next version."""
+    first, second = (copy_repository(tmp_path / name) for name in ("first", "second"))
+    (kept := first / "kaggle" / "working" / "grpo_runs").parent.mkdir(parents=True)
+    (second / "kaggle" / "working").mkdir(parents=True)
+    # A schedule of the learning rate that allows other numbers of steps.
+    env = {"LR_SCHEDULE": "constant", "WARMUP_RATIO": "0", "STEPS": "4000"}
+    begin, run = ["code", "install", "keep"], CODE["session-recipe"]
+    assert "\nHOURS = 8.5 " in run
+    CODE["session-recipe"] = run.replace("HOURS = 8.5", f"HOURS = {45 / 3600}")
+    printed = printed_by(execute(first, [*begin, *SESSION], **env))
+    CODE["session-recipe"] = run
+    assert printed["keep"] == f"The runs of sections 7 and 9 write into {kept}\n"
+    assert "\nv5e-8: fits, " in printed["session-plan"]
+    assert "\ncause: none" in printed["session-probe"]
+    assert "\nprobe step_s=" in printed["session-probe"]
+    stop = r"^STOPPED: MAX_HOURS steps=(\d+) saved_step=\1$"
+    steps = int(re.search(stop, printed["session-train"], re.M)[1])
+    assert printed["session-result"].count("reward_correct ") == 1
+    saved = second / "kaggle" / "input" / "notebooks" / "kim" / "my-notebook" / "grpo_runs"
+    shutil.move(kept, saved)
+    goes_on = [*begin, "session-recipe", "session-train"]
+    printed = printed_by(execute(second, goes_on, **env | {"STEPS": str(steps + 2)}))
+    assert printed["keep"].startswith(f"Copied {saved}\n")
+    assert f"\nDONE: steps={steps + 2} " in printed["session-train"]
+    numbers = [int(number) for number in re.findall(r"^step=(\d+)", printed["session-train"], re.M)]
+    assert numbers == [steps, steps + 1]

@@ -671,6 +671,7 @@ MORE_LAYERS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_lay
 CONVERTED = {f"{x}ForCausalLM" for x in ("Qwen2", "Qwen3", "Qwen3_5", "Llama", "Gemma2")}
 CONVERTED |= {f"{x}ForCausalLM" for x in ("Mistral", "SmolLM3", "Granite", "Gemma3", "Phi3")}
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+MERGED = "LORA_RANK=4 EXPORT_LORA=merged"
 
 
 def check_as_llama_cpp(folder: Path) -> None:
@@ -693,9 +694,11 @@ def check_as_llama_cpp(folder: Path) -> None:
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family, lora", [*((family, "") for family in FAMILIES), ("gemma2", MERGED), ("gemma3", MERGED)]
+)
 def test_an_export_says_in_transformers_what_the_run_has_said_and_can_be_converted(
-    tmp_path: Path, family: str
+    tmp_path: Path, family: str, lora: str
 ) -> None:
     """The greedy answers of the evaluation after the last step."""
     torch = pytest.importorskip("torch", reason="opens the folder with transformers' torch model")
@@ -707,7 +710,7 @@ def test_an_export_says_in_transformers_what_the_run_has_said_and_can_be_convert
     save_file(tensors(config), folder / "model.safetensors", {"format": "pt"})
     sizes = environment("BATCH_SIZE=2 NUM_PRE_Q=4 TRAIN_MICRO_BATCH_SIZE=8 LEARNING_RATE=1e-3")
     asked = environment("EVAL_EVERY_STEPS=1 EVAL_PROMPTS=8 MAX_LENGTH_SAMPLE=16 DTYPE=float32")
-    train(out, MODEL_PATH=str(folder), **sizes | asked)
+    train(out, MODEL_PATH=str(folder), **sizes | asked | environment(lora))
     check_as_llama_cpp(out / "hf")
     tokenizer = AutoTokenizer.from_pretrained(out / "hf")
     model = AutoModelForCausalLM.from_pretrained(out / "hf")

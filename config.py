@@ -64,7 +64,7 @@ TINY_YIELDS = [  # any size that the user sets hides those of recipes/tiny.yaml
     (("num_pre_q", "num_mini_batches", *MICRO_SETTINGS), MICRO_SIZES),
 ]
 
-TAG_NAMES = r"(?!(\w+),\1$)[A-Za-z]\w*,[A-Za-z]\w*"  # a pattern of ANSWER_TAGS
+ANSWER_TAGS = r"(?!(\w+),\1$)[A-Za-z]\w*,[A-Za-z]\w*"  # a pattern of ANSWER_TAGS
 TAG_READERS = ("reward_correct", "exact_match", "reward_format", "tag_count_reward")
 
 # `setting_field` for each group in YAML. A resumed run may change the settings that are not
@@ -178,7 +178,9 @@ class Config:
     dynamic_sampling_max_rounds: int = in_rollout(4, "Maximum sampling rounds a step.", at_least=1)
 
     answer_tags: str = free_in_reward(
-        "think,answer", "Two different names of tags, around reasoning and answer.", form=TAG_NAMES
+        "think,answer",
+        "Two different names of tags, around reasoning and answer.",
+        form=ANSWER_TAGS,
     )
     reward_weights: tuple[float, ...] = in_reward((), "Reward weights; empty: see rewards.py.")
     reward_fn: str = in_reward("", "Reward functions, such as my.py:name; empty: the default ones.")
@@ -187,8 +189,12 @@ class Config:
     )
     reward_model_path: str = free_in_reward("", "Folder or hub id of reward_model; empty: none.")
     judge_prompt: str = free_in_reward("", "Prompt file of a judge; see docs/scorer.md.")
-    judge_words: str = free_in_reward("Yes,No", "A judge's yes and no.", form="[^,]+,[^,]+")
-    judge_template_kwargs: str = free_in_reward("", "CHAT_TEMPLATE_KWARGS of a judge.")
+    judge_words: str = free_in_reward(
+        "Yes,No", "Words of a judge for right and wrong, each of one token.", form="[^,]+,[^,]+"
+    )
+    judge_template_kwargs: str = free_in_reward(
+        "", "Arguments of a judge's chat template, as JSON."
+    )
     overlong_cache: int = in_reward(
         0, "Last tokens that soft_overlong_penalty punishes; 0: MAX_LENGTH_SAMPLE / 5."
     )
@@ -483,7 +489,7 @@ def contradictions(cfg: Config) -> Iterator[str]:
         yield f"{functions}: reward_model scores a single turn; leave it or ENVIRONMENT_CLASS out"
     if re.match(r"\s*reward_model\s*(,|$)", cfg.reward_fn) and cfg.evaluates():
         reason = "evaluations count the rewards of 1 of the first function; put one that gives them"
-        yield f"{functions}: {reason} before reward_model, or set EVAL_EVERY_STEPS=0"
+        yield f"{functions}: {reason} before reward_model"
     if "://" in cfg.output_dir + cfg.export_hf:
         yield "OUTPUT_DIR and EXPORT_HF are folders of this machine; CHECKPOINT_DIR may be gs://"
     if cfg.push_to_hub and (cfg.export_hf == "none" or not cfg.steps):
@@ -563,6 +569,9 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
             if not has_effect and getattr(cfg, name) != getattr(Config, name):
                 text = to_text(getattr(cfg, name))
                 yield f"{name.upper()}={text} does nothing with {reason}"
+    if cfg.tag_names()[1] != "answer" and ".py:" in cfg.reward_fn and not cfg.system_prompt:
+        reason = "the prompt asks for this tag, and functions of files read their own"
+        yield f"ANSWER_TAGS={cfg.answer_tags}: {reason}; check them, or set SYSTEM_PROMPT"
     if 0 < cfg.lr_decay_steps < cfg.steps and cfg.lr_schedule != "constant":
         decay = f"LR_DECAY_STEPS={cfg.lr_decay_steps} is less than STEPS={cfg.steps}"
         yield f"{decay}: later steps have learning rate 0"
@@ -640,7 +649,9 @@ def load(
         exit_with_mistakes(error)
     layers |= {name.lower(): ".env" for name in dotenv}
     hours = env.get("MAX_HOURS", "")
-    unread = [f"MAX_HOURS={hours} does nothing with --ask and --eval-only"] if hours else []
+    unread = (
+        [f"MAX_HOURS={hours} does nothing with --ask and --eval-only"] if hours else []
+    )
     run_notes = unread if answers else (*notes(cfg, layers), *lines)
     ignored = describe_ignored_names(env, [field.name.upper() for field in dataclasses.fields(cfg)])
     note_lines = [f"note: {line}" for line in (*run_notes, *ignored, *newer)]

@@ -419,10 +419,11 @@ def note_untold_tags(run: Run) -> None:
     weights = zip(rollout.functions, rollout.reward_weights, strict=True)
     counting = {rewards.reward_format, rewards.tag_count_reward}
     names = [f.__name__ for f, weight in weights if inspect.unwrap(f) in counting and weight]
-    tag = f"<{cfg.tag_names()[1]}>"
+    tags = {f"<{name}>" for name in cfg.tag_names()} - {"<think>"}  # which models may know
     for split, prompts in (cfg.train_split, run.train_prompts), (cfg.eval_split, run.eval_prompts):
         chats = (rollout.chat_format.messages_of(prompt.columns) for prompt in prompts)
-        untold = (not any(tag in message["content"] for message in chat) for chat in chats)
+        texts = ("\n".join(message["content"] for message in chat) for chat in chats)
+        untold = (not all(tag in text for tag in tags) for text in texts)
         if names and cfg.loss_type != "sft" and (count := sum(untold)):
             reason = f"do not ask for the tags that {' and '.join(names)} count"
             remedy = "ask for them in SYSTEM_PROMPT, or set another REWARD_FN"

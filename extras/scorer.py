@@ -12,6 +12,7 @@ Dimensions: X texts of a program on all processes, of t tokens; D model, V vocab
 
 import dataclasses
 import functools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -63,14 +64,16 @@ class Scorer:
 
     def fingerprint(self) -> dict[str, str]:
         """What determines the scores, for result_fingerprint."""
-        return {
+        values = {
             "the scorer's weights": weights_digest(self.folder),
             "the scorer's tokenizer": short_digest((self.folder / "tokenizer.json").read_bytes()),
             "the scorer's chat template": short_digest(self.chat_format.template().encode()),
-            "the text of JUDGE_PROMPT": short_digest(self.prompt.encode()),
-            "JUDGE_WORDS": self.cfg.judge_words,
-            "JUDGE_TEMPLATE_KWARGS": self.cfg.judge_template_kwargs,
         }
+        if self.words:
+            kwargs = json.dumps(self.cfg.template_kwargs(KWARGS), sort_keys=True)
+            values["the text of JUDGE_PROMPT"] = short_digest(self.prompt.encode())
+            values |= {"JUDGE_WORDS": self.cfg.judge_words, KWARGS.upper(): kwargs}
+        return values
 
     def prepare(self, chat_format: ChatFormat, prompts: Sequence[Prompt]) -> None:
         """Reads the weights. Raises UserMistake if the longest prompt and completion are too long.
@@ -191,6 +194,9 @@ def read_scorer(cfg: Config, sizes: Sizes) -> Scorer:
     prompt, words, size = "", (), sizes.micro_batch_size
     if not model.has_score:
         (prompt, words, kwargs), pad_id = read_judge(cfg, tokenizer, arguments), -1
+    elif cfg.judge_prompt or cfg.judge_template_kwargs:
+        reason = "has score.weight and is no judge, so the settings of a judge do nothing"
+        print(f"note: REWARD_MODEL_PATH={cfg.reward_model_path} {reason}", flush=True)
     chat_format = ChatFormat(tokenizer, [], kwargs=kwargs)
     facts = chat_format, pad_id, prompt, words, "{answer}" in prompt
     scorer = Scorer(cfg, folder, compute, size, *facts)
@@ -227,6 +233,7 @@ def read_judge(
         reason = f"its tokenizer makes {parts} of them; give two words of one token"
         raise UserMistake(f"JUDGE_WORDS={cfg.judge_words}: {reason}")
     if unknown := sorted(kwargs.keys() - arguments):
-        reason = f"its template does not use {unknown[0]!r}, only {', '.join(sorted(arguments))}"
+        used = ", ".join(sorted(arguments)) or "no others"
+        reason = f"its template does not use {unknown[0]!r}; it uses {used}"
         raise UserMistake(f"{KWARGS.upper()}={cfg.judge_template_kwargs}: {reason}")
     return prompt, (ids[0][0], ids[1][0]), kwargs

@@ -136,9 +136,12 @@ def plan_frozen(
     """How a model that only judges is computed: on MESH_SHAPE and in the dtype of training. S: 0:
     its rows have any length, which splash cannot take. Raises UserMistake."""
     # It samples nothing, so the rollout's settings need not suit it.
-    cfg = dataclasses.replace(cfg, rollout_mesh_shape="auto", rollout_backend="naive")
+    attention_impl = cfg.attention_impl if S else "xla"
+    cfg = dataclasses.replace(
+        cfg, rollout_mesh_shape="auto", rollout_backend="naive", attention_impl=attention_impl
+    )
     compute, *_ = plan_compute(cfg, model, sizes, S, devices)
-    return compute if S else compute._replace(model=model, attention_impl="xla")
+    return compute if S else compute._replace(model=model)
 
 
 def gib_per_device(compute: ComputeConfig) -> float:

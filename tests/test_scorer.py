@@ -250,7 +250,7 @@ BAD_JUDGES = [
     ({"JUDGE_WORDS": "Yes,Yes"}, "JUDGE_WORDS=Yes,Yes: its tokenizer makes ['Yes'] and ['Yes'] of"),
     (
         {"JUDGE_TEMPLATE_KWARGS": '{"enable_thoughts": 1}'},
-        "its template does not use 'enable_thoughts', only enable_thinking",
+        "its template does not use 'enable_thoughts'; it uses enable_thinking",
     ),
     ("Is {answer} right?", " has no {completion}, the text that is judged"),
     ("{completion} {reply}", ": its fields are {question}, {answer}, {completion}, and other"),

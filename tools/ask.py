@@ -134,6 +134,7 @@ def noting_mistake(function: RewardFunction, mistakes: dict[str, str]) -> Reward
             mistakes[function.__name__] = f"is not known: {error}"
             return [None] * len(completions)
 
+    rewards.__dict__.pop("prefetch", None)  # a single question gains nothing from it
     return rewards
 
 
@@ -150,8 +151,8 @@ def answer_command(cfg: Config, flags: argparse.Namespace) -> None:
         hosts.start_jax(cfg.jax_compilation_cache_dir, cfg.init_timeout_s)
         cfg = replace(find_weights(cfg), **NO_STEPS)
         if flags.eval_only:
-            for line in contradictions(cfg):  # a run without evaluations may have others
-                raise UserMistake(line)
+            if lines := [*contradictions(cfg)]:  # the run may not have evaluated
+                raise UserMistake("\n".join(lines))
             evaluate_weights(cfg)
         else:
             example = {} if flags.answer is None else {"answer": flags.answer}

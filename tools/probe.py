@@ -19,7 +19,7 @@ from config import Config
 from contracts import Backend
 from data import batch_indices
 from evaluation import answer_questions, pass_at, standard_error
-from fingerprint import result_fingerprint
+from fingerprint import result_fingerprint, weights_digest
 from infra import hosts, log, resume
 from infra.mistakes import UserMistake, import_optional, writing
 from metrics import PHASES, are_right, completion_entries, sample_table
@@ -91,9 +91,10 @@ def probe_command(cfg: Config, flags: argparse.Namespace) -> None:
                 write_lines(Path(flags.out) / RATES, entries[i:], adds=True)
         backend.release()
         seconds = time.perf_counter() - began
+        if writes:
+            print(*describe(run, entries, step, seconds, rules), sep="\n", flush=True)
         step_s = time_step(run, backend, params) if flags.time else 0.0
     if writes:
-        print(*describe(run, entries, step, seconds, rules), sep="\n")
         if step_s:
             left_out = "without compiling, the optimizer, evaluations and checkpoints"
             hours = cfg.steps * step_s / 3600
@@ -202,9 +203,10 @@ def describe(run: Run, entries: Rows, step: int, seconds: float, rules: Any) -> 
         )
         is_constant = weight != 0 and x.min() == x.max()
         no_format |= is_constant and original is reward_format and x[0] == 0
+        is_built_in = original in BUILT_IN or name == "soft_overlong_penalty"
         # Of a function behind the first, 0 may be a penalty that is never due, and 1 the best.
         is_suspect = function is functions[0] or x[0] not in (0, 1)
-        if is_constant and is_suspect and original not in BUILT_IN:
+        if is_constant and is_suspect and not is_built_in:
             constant += f"{name} gives {x[0]:g} to every completion. "
     if len(entries) < rules.WINDOW:
         return [*lines, f"cause: none yet: it needs {rules.WINDOW} questions"]
@@ -257,7 +259,7 @@ def read_rates(run: Run, step: int, folder: Path, count: int) -> Rows:
     """Up to `count` entries that an earlier start of this probe has written into the folder, which
     is made if it is missing. step: of the weights. Raises UserMistake if the folder has other
     files, or those of another probe."""
-    weights = f"{run.folder}, RESUME={run.cfg.resume}, {step} steps"
+    weights = f"{weights_digest(run.folder)}, RESUME={run.cfg.resume}, {step} steps"
     made_with = result_fingerprint(run) | {"the weights": weights}
     with writing(f"--out {folder}", UserMistake):
         folder.mkdir(parents=True, exist_ok=True)
@@ -285,10 +287,12 @@ def write_dataset(run: Run, entries: Rows, folder: Path, config: str) -> str:
     kept = [x for x in entries if (x["signal"] if is_graded else 0 < (x["rate"] or 0) < 1)]
     train = [run.train_prompts[x["index"]].columns | {"rate": x["rate"]} for x in kept]
     test = [dict(prompt.columns) for prompt in run.eval_prompts]
-    for split, rows in {cfg.eval_split: test, cfg.train_split: train}.items():
+    splits = {cfg.eval_split: test} if test else {}  # a run that never evaluates reads none
+    for split, rows in (splits | {cfg.train_split: train}).items():
         for columns in rows:  # load_examples makes `prompts` of the messages in QUESTION_COLUMN
-            if (messages := columns.pop("prompts", None)) and cfg.question_column == "question":
-                columns["question"] = messages
+            messages = columns.pop("prompts", None)
+            if messages and cfg.question_column in ("question", "prompts"):
+                columns[cfg.question_column] = messages
         write_lines(folder / f"{split}.jsonl", rows)
     command = f"DATASET={shlex.quote(str(folder))}"
     if cfg.resume not in ("auto", "never"):  # the weights are those of a run

@@ -649,10 +649,9 @@ def load(
         exit_with_mistakes(error)
     layers |= {name.lower(): ".env" for name in dotenv}
     hours = env.get("MAX_HOURS", "")
-    unread = (
-        [f"MAX_HOURS={hours} does nothing with --ask and --eval-only"] if hours else []
-    )
-    run_notes = unread if answers else (*notes(cfg, layers), *lines)
+    asks = hours and (answers or args.probe)
+    unread = [f"MAX_HOURS={hours} does nothing with --ask, --probe and --eval-only"] if asks else []
+    run_notes = unread if answers else (*unread, *notes(cfg, layers), *lines)
     ignored = describe_ignored_names(env, [field.name.upper() for field in dataclasses.fields(cfg)])
     note_lines = [f"note: {line}" for line in (*run_notes, *ignored, *newer)]
     return cfg, args, [changed(cfg, layers), *note_lines]

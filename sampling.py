@@ -70,6 +70,7 @@ class NaiveBackend:
     @attribute_oom_to("the rollout's copy of the weights")
     def update_weights(self, params: Params) -> None:
         """Copies the weights to the dtype and the layout of the rollout, and waits for it."""
+        self.release()  # MAX_HOURS may have ended a rollout before it did so
         copy = sync_weights(self._compute)(params)
         copy = combine_params(params, copy) if self._compute.shares_base else copy
         self._weights = jax.block_until_ready(copy)

@@ -99,6 +99,7 @@ class Checkpoints:
         self.saving = -1  # the step whose checkpoint is being saved
         self.newest, self.shared = -1, True
         self.save_s = self._began = 0.0
+        self._is_measured = True
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints that look complete, in order."""
@@ -143,7 +144,7 @@ class Checkpoints:
             record = asdict(progress) | {"format": FORMAT, "arrays": checksums_by_name(arrays)}
         record["sha256"] = record_digest(record)
         self._policies[1] = CustomSteps([progress.best_step])
-        self.saving, self._began = step, time.monotonic()
+        self.saving, self._began, self._is_measured = step, time.monotonic(), False
         items = {ARRAYS: ocp.args.PyTreeSave(arrays), RECORD: ocp.args.JsonSave(record)}
         try:
             while self._damaged:
@@ -160,6 +161,11 @@ class Checkpoints:
         if self.saving >= 0 and not self._manager.is_saving_in_progress():
             self.wait_until_saved()
 
+    def measure_save(self) -> None:
+        """Updates save_s if the save in the background is complete; it does not wait for it."""
+        if not (self._is_measured or self._manager.is_saving_in_progress()):
+            self.save_s, self._is_measured = time.monotonic() - self._began, True
+
     def wait_until_saved(self) -> None:
         """Waits until the save in the background is complete. Raises Unwritable."""
         if self.saving < 0:
@@ -168,8 +174,8 @@ class Checkpoints:
             self._manager.wait_until_finished()
         except Exception as error:
             self._raise_unwritable(error)
+        self.measure_save()
         self.newest, self.saving = self.saving, -1
-        self.save_s = time.monotonic() - self._began
 
     def _raise_if_unreadable(self, arrays: Any) -> None:
         """Reads the record of the newest checkpoint and its smallest array, since the devices may

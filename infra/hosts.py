@@ -310,7 +310,7 @@ class StopSignal:
 
     def raise_if_stopped(self) -> None:
         """Raises StopRequested on all processes, at the same call, after a signal to any one, or if
-        any one is late. A signal counts more."""
+        any one is late. A signal takes precedence."""
         number = self._number or DEADLINE * self.is_late()
         if jax.process_count() > 1:
             numbers = multihost_utils.process_allgather(np.int32(number))

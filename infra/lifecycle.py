@@ -23,7 +23,10 @@ from infra.mistakes import Unwritable, UserMistake, exit_with_mistakes, in_one_l
 from infra.resume import write_run
 
 NONFINITE_LIMIT = 3  # steps in a row whose loss or gradient is not finite
-MARGIN, MARGIN_S = 1.25, 10.0  # MAX_HOURS: times the seconds that the end may take; and more
+MARGIN, MARGIN_S = (
+    1.25,
+    10.0,
+)  # the reserve of MAX_HOURS: times the expected seconds of the end, plus
 SLOW_DISK = 1e8  # bytes that it writes in a second, until this is measured
 EVALUATION_S = ("time/eval/step_s", "time/eval/loss_s")  # train_sft.py may record both
 
@@ -45,7 +48,7 @@ class Lifecycle:
     max_hours: float = 0.0  # MAX_HOURS; these five: see limit_hours
     first_step: int = 0  # of this start
     export_s: float = 0.0  # expected
-    wait_s: float = 0.0  # the longest time between two calls of is_late; it is slowly forgotten
+    wait_s: float = 0.0  # the longest time between two calls of is_late; it decays by 0.8 per step
     asked: float = 0.0  # the time.monotonic() of the last call
 
     def claim_folder(self, arrays: Any) -> None:
@@ -98,7 +101,7 @@ class Lifecycle:
         progress, step = self.progress, self.progress.step
         progress.step, progress.rounds = step + 1, progress.rounds + rounds
         progress.accuracy = None
-        self.wait_s *= 0.8  # such as one that has compiled
+        self.wait_s *= 0.8  # a wait that compiled does not count for long
         progress.not_finite = progress.not_finite + 1 if not_finite else 0
         if progress.not_finite >= NONFINITE_LIMIT:
             self.checkpoints.wait_until_saved()
@@ -139,7 +142,10 @@ class Lifecycle:
         """Whether the run has to stop now. StopSignal asks before each pass and each update."""
         now = time.monotonic()
         self.wait_s, self.asked = max(self.wait_s, now - self.asked), now
-        return self._seconds_left() <= 0
+        self.checkpoints.measure_save()
+        # The evaluation of the complete split may take longer.
+        is_done = self.progress.step == self.steps and not self.evaluation_is_due()
+        return self._seconds_left() <= 0 and not is_done
 
     def _seconds_left(self) -> float:
         """Until the run has to stop. A save in the background delays the last one."""
@@ -156,8 +162,8 @@ class Lifecycle:
         has added no step, and StopRequested after a signal."""
         if self.progress.step == self.first_step:
             hours = f"MAX_HOURS={self.max_hours:g}"
-            raise UserMistake(f"{hours} ended this start before its first step was done; raise it")
-        latest = self.log.ends - MARGIN * self.export_s
+            raise UserMistake(f"{hours} ended this start before it added a step; raise it")
+        latest = self.log.ends - MARGIN * (self.export_s + self.wait_s)
         self.stop_signal.is_late = lambda: time.monotonic() >= latest
         try:
             if self.eval_every_steps and self.progress.accuracy is None:

@@ -71,7 +71,7 @@ class LinearSizes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """What a model computes. families.py sets the fields; no other file knows the families."""
+    """What a model computes. families.py, which knows the families, sets the fields."""
 
     vocab_size: int  # V
     hidden_size: int  # D
@@ -83,7 +83,7 @@ class ModelConfig:
     rms_norm_eps: float
     variants: tuple[Variant, ...]
     tied: bool  # the embedding is also the lm_head
-    max_positions: int  # tokens; at most the sliding window of Mistral 7B v0.1
+    max_positions: int  # tokens; less than the file says with the windows of Mistral, longrope
     qkv_bias: bool = False
     qk_norm: bool = False
     lora: Lora | None = None  # None: training changes all weights
@@ -94,7 +94,7 @@ class ModelConfig:
     norm_adds_one: bool = False  # norms multiply by 1 + scale
     post_norms: bool = False  # norms also follow attention and feed-forward
     activation: str = "silu"  # of the feed-forward, in ACTIVATIONS of families.py
-    embedding_multiplier: float = 1.0  # of embeddings; in Gemma 3 sqrt(D)
+    embedding_multiplier: float = 1.0  # of embeddings; in Gemma sqrt(D)
     query_multiplier: float = 1.0  # of queries, in addition to the 1 / sqrt(h) of attention
     residual_multiplier: float = 1.0  # of what attention and feed-forward add to their input
     logits_divisor: float = 1.0  # Granite's logits_scaling

@@ -52,6 +52,7 @@ class ComputeSettings(Protocol):
     lora_base_copy: str
     num_pre_q: int
     max_length_sample: int
+    environment_class: str
 
 
 def plan_compute(
@@ -64,7 +65,7 @@ def plan_compute(
     or the model do not support.
     """
     platform = devices[0].platform
-    if platform == "tpu":
+    if platform == "tpu" and not cfg.environment_class:  # a text of `reset` may exceed S
         model = drop_idle_windows(model, S + cfg.max_length_sample)
     dtype = cfg.dtype
     if dtype == "auto":

@@ -130,7 +130,8 @@ def test_ask_prints_the_greedy_answer_its_rewards_and_what_stdout_does_not_know_
 def test_ask_shows_the_answer_also_if_a_reward_needs_a_column_that_it_does_not_have(
     tmp_path: Path, argument: str
 ) -> None:
-    (tmp_path / "mine.py").write_text(f"def by(completions, {argument}, **columns): return [1.0]\n")
+    takes = f"(completions, {argument}, **columns): return [1.0]\n"
+    (tmp_path / "mine.py").write_text(f"def by{takes}def prefetch{takes}")
     functions = f"{tmp_path}/mine.py:by,reward_correct"
     more = {"REWARD_FN": functions, "REWARD_WEIGHTS": "", "OUTPUT_DIR": ""}
     done = run_as_user(tmp_path / "nothing", "--ask", APPLES, "--answer", "28", **more)

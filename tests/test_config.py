@@ -417,6 +417,7 @@ NUM_MINI_BATCHES=2 LOSS_TYPE=gmpo EPS_LOW=0.4 EPS_HIGH=0.4 DELTA=3 -> DELTA=3.0 
 NUM_MINI_BATCHES=2 LOSS_TYPE=vespo EPS_HIGH=0.3 -> EPS_HIGH=0.3 does nothing with LOSS_TYPE=vespo
 OFF_POLICY_MASK_THRESHOLD=0.5 -> OFF_POLICY_MASK_THRESHOLD=0.5 does nothing with one update per step
 BATCH_SIZE=4 MODEL_PATH=m OVERLONG_CACHE=3 -> OVERLONG_CACHE=3 does nothing with REWARD_FN=
+BATCH_SIZE=4 MODEL_PATH=m REWARD_FN=a.py:f ANSWER_TAGS=a,b -> ANSWER_TAGS=a,b: the prompt asks for
 BATCH_SIZE=4 MODEL_PATH=m SYSTEM_PROMPT=p REWARD_FN=a.py:f ANSWER_TAGS=a,b -> ANSWER_TAGS=a,b does
 BATCH_SIZE=4 MODEL_PATH=m SGLANG_JAX_DTYPE=float32 -> SGLANG_JAX_DTYPE=float32 does nothing with
 BATCH_SIZE=4 MODEL_PATH=m REPORT_TO=trackio WANDB_MODE=offline -> WANDB_MODE=offline does nothing
@@ -443,7 +444,7 @@ LOSS_TYPE=dppo_kl EPS_LOW=0.05 EPS_HIGH=0.05 ROLLOUT_BACKEND=sglang_jax
 OFF_POLICY_MASK_THRESHOLD=0.5 PPO_EPOCHS=2
 MODEL_PATH=m BATCH_SIZE=4 REPORT_TO=trackio,wandb WANDB_MODE=offline
 MODEL_PATH=m BATCH_SIZE=4 SYSTEM_PROMPT=p ANSWER_TAGS=a,b REWARD_FN=a.py:f,exact_match
-MODEL_PATH=m BATCH_SIZE=4 ANSWER_TAGS=a,b REWARD_FN=a.py:f
+MODEL_PATH=m BATCH_SIZE=4 ANSWER_TAGS=a,answer REWARD_FN=a.py:f
 MODEL_PATH=m BATCH_SIZE=4 TEACHER_PATH=t REWARD_COEF=0 DISTILL_COEF=0.5
 MODEL_PATH=m BATCH_SIZE=4 JUDGE_URL=u JUDGE_MODEL=j JUDGE_API_KEY=k JUDGE_CONCURRENCY=3
 """
@@ -456,8 +457,9 @@ def test_a_line_says_what_may_not_be_meant() -> None:
         assert line.startswith(f"note: {words}")
     for settings in NO_NOTES.strip().splitlines():
         assert config.load([], env(settings))[2][1:] == [], settings
-    line = "note: MAX_HOURS=9 does nothing with --ask and --eval-only"
+    line = "note: MAX_HOURS=9 does nothing with --ask, --probe and --eval-only"
     assert config.load(["--ask", "1?"], {"MAX_HOURS": "9"})[2][1:] == [line]
+    assert config.load(["--probe", "9"], env("MAX_HOURS=9"))[2][1] == line
 
 
 # ---- All at once ---------------------------------------------------------------------------------

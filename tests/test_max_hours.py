@@ -101,12 +101,27 @@ def test_a_save_is_measured_and_is_no_wait_but_what_comes_before_it_is(
     clock.now += 4
     life.finish_step(1, "")
     monkeypatch.undo()
-    monkeypatch.setattr(checkpoint, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    for module in (checkpoint, lifecycle):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     life.save({"x": jnp.zeros(2)})
     clock.now += 7
     assert life.checkpoints.save_s == 0.0  # the first took no second of this clock
+    life.checkpoints._manager.wait_until_finished()
+    life.stop_signal.raise_if_stopped()  # within the next step
+    clock.now += 90
     life.checkpoints.wait_until_saved()
     assert life.checkpoints.save_s == 7.0
+
+
+def test_a_run_whose_steps_and_evaluations_are_done_is_not_late_in_the_full_sweep(
+    tmp_path: Path, clock: SimpleNamespace
+) -> None:
+    life = limited(tmp_path)
+    life.progress.step, clock.now = life.steps, 4000.0
+    with pytest.raises(StopRequested):  # the last evaluation is due
+        life.stop_signal.raise_if_stopped()
+    life.finish_evaluation(0.5)
+    life.stop_signal.raise_if_stopped()
 
 
 def test_a_start_expects_the_newest_evaluation_of_its_records_and_a_slow_disk(
@@ -247,7 +262,7 @@ def test_a_start_that_adds_no_step_ends_with_code_2(
 ) -> None:
     life = after_three_steps(tmp_path)
     life.first_step = 3  # it has resumed after three steps
-    line = "MAX_HOURS=1 ended this start before its first step was done; raise it"
+    line = "MAX_HOURS=1 ended this start before it added a step; raise it"
     errors = f"error: {line}\nfailed {line}"
     assert end_of(life, clock, capsys) == ("save", "", errors, 2)
 

@@ -420,6 +420,10 @@ def test_on_a_tpu_gemma_has_splash_attention_if_its_windows_hide_nothing(T: int,
         made.cfg, known_config("google/gemma-3-1b"), made.sizes, 0, plan.slice_devices("v5e-1")
     )
     assert scorer.model.has_windows(), "its texts may be longer"
+    game = dataclasses.replace(made.cfg, environment_class="games.py:Game")
+    arguments = made.sizes, made.S, plan.slice_devices("v5e-1")
+    training, *_ = plan_compute(game, known_config("google/gemma-3-1b"), *arguments)
+    assert training.model.has_windows(), "a text of reset may be longer than prompts"
 
 
 # ---- The time of a step --------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Plans the rows of docs/plan_table.md again, and writes what they need into their last columns.
 
-    python tools/plan_table.py gemma-2-2b v5e-1     # the rows with all these words
+    python tools/plan_table.py Qwen3-4B v5e-8     # the rows with all these words
 
 A row has the settings of its run, beside those of the page, in its first columns. It takes minutes.
 A row of a GPU needs jax's compiler for it, and one of a TPU libtpu.
@@ -50,12 +50,16 @@ def run_plan(settings: str, device: str) -> tuple[str, str, str]:
 def main(words: list[str]) -> None:
     lines = PAGE.read_text().splitlines()
     step = next(line for line in lines if line.startswith("export ")).removeprefix("export ")
+    found = False
     for i, line in enumerate(lines):
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if line.startswith("|") and "/" in cells[0] and all(word in line for word in words):
             lines[i] = f"| {' | '.join(plan_row(cells, step))} |"
             print(lines[i], flush=True)
             PAGE.write_text("\n".join(lines) + "\n")
+            found = True
+    if not found:
+        sys.exit(f"error: no row of {PAGE} has all these words: {' '.join(words)}")
 
 
 if __name__ == "__main__":

@@ -163,7 +163,7 @@ class Lifecycle:
         if self.progress.step == self.first_step:
             hours = f"MAX_HOURS={self.max_hours:g}"
             raise UserMistake(f"{hours} ended this start before it added a step; raise it")
-        latest = self.log.ends - MARGIN * (self.export_s + self.wait_s)
+        latest = self.log.ends - MARGIN * self.export_s
         self.stop_signal.is_late = lambda: time.monotonic() >= latest
         try:
             if self.eval_every_steps and self.progress.accuracy is None:

@@ -206,7 +206,12 @@ TAGS = [  # examples, settings, the functions that are named
         {"ANSWER_TAGS": "think,result"},
         "reward_format and tag_count_reward",
     ),
-    (asked(FORM, ("user", "")), {"ANSWER_TAGS": "reasoning,answer"}, ""),
+    (asked(FORM, ("user", "")), {"ANSWER_TAGS": "reasoning,answer"}, "reward_format and tag_"),
+    (
+        asked((FORM[0], f"<reasoning> {FORM[1]}"), ("user", "")),
+        {"ANSWER_TAGS": "reasoning,answer"},
+        "",
+    ),
     (with_answer, {"ANSWER_TAGS": "reasoning,result"}, ""),
     (asked(("user", "")), {"SYSTEM_PROMPT": FORM[1]}, ""),
     (asked(("user", "2?"), ("assistant", "<answer>2</answer>"), ("user", "")), {}, ""),

@@ -195,7 +195,6 @@ print(json.dumps(facts))
 
 
 def in_a_process(folder: Path, **more: str) -> subprocess.CompletedProcess:
-    (folder / "recorder.py").write_text("def record(completions, **columns): return [0.0]")
     env = settings(folder, "qwen2") | ENGINE | more | {"PYTHONPATH": str(REPO)}
     env |= {"RECORD_TO": os.devnull, "JAX_PLATFORMS": "cpu"}
     env["OUTPUT_DIR"] = str(folder / "facts")

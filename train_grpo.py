@@ -195,9 +195,11 @@ def with_logps(run: Run, params: Params, ref_params: Params | None, batch: Batch
     if teacher:
         teacher_logps, _ = compute_batch_logps_and_entropies(teacher, teacher.base, batch)
         batch = batch._replace(teacher_logps=teacher_logps)
-    if run.sizes.updates_per_step > 1 or quantile < 1:
+    needs_old_logps = run.sizes.updates_per_step > 1
+    if needs_old_logps or quantile < 1:
         logps, entropies = compute_batch_logps_and_entropies(learner, params, batch)
-        batch = batch._replace(old_logps=logps)
+        if needs_old_logps:
+            batch = batch._replace(old_logps=logps)
         if quantile < 1:
             top_mask = top_entropy_mask(entropies, batch.completion_mask, quantile)
             batch = batch._replace(top_mask=top_mask.astype(np.int32))

@@ -23,10 +23,8 @@ from infra.mistakes import Unwritable, UserMistake, exit_with_mistakes, in_one_l
 from infra.resume import write_run
 
 NONFINITE_LIMIT = 3  # steps in a row whose loss or gradient is not finite
-MARGIN, MARGIN_S = (
-    1.25,
-    10.0,
-)  # the reserve of MAX_HOURS: times the expected seconds of the end, plus
+# The reserve of MAX_HOURS is MARGIN times the seconds that the end is expected to take, + MARGIN_S.
+MARGIN, MARGIN_S = 1.25, 10.0
 SLOW_DISK = 1e8  # bytes that it writes in a second, until this is measured
 EVALUATION_S = ("time/eval/step_s", "time/eval/loss_s")  # train_sft.py may record both
 

@@ -102,6 +102,16 @@ def test_a_step_of_one_update_computes_no_log_probabilities_before_it(monkeypatc
     assert with_logps(run, 0, None, batch).old_logps is None
 
 
+def test_with_one_update_the_quantile_of_entropies_leaves_every_ratio_at_1(monkeypatch) -> None:
+    run, batch = run_of("NUM_MINI_BATCHES=1 TOP_ENTROPY_QUANTILE=0.5"), step_of(masked=5)
+    ones = np.ones(batch.completion_mask.shape, np.float32)
+    monkeypatch.setattr(
+        train_grpo, "compute_batch_logps_and_entropies", lambda *arguments: (ones, ones)
+    )
+    batch = with_logps(run, 0, None, batch)
+    assert batch.old_logps is None and batch.top_mask is not None
+
+
 # ---- Sequences that are left out -----------------------------------------------------------------
 
 

@@ -137,9 +137,12 @@ def read_yaml(path: str | Path, config: type, mistakes: list[str]) -> dict[str, 
 
     with reading(f"{path} cannot be read"):
         # This loader keeps 1e-6, 0123 and true as they are written.
-        content = yaml.load(Path(path).read_bytes(), Loader=yaml.BaseLoader) or {}
+        text = Path(path).read_bytes()
+        content = yaml.load(text, Loader=yaml.BaseLoader) or {}
+        repeated = repeated_keys(yaml.compose(text, Loader=yaml.BaseLoader))
     if not isinstance(content, dict):
         raise UserMistake(f"{path} does not hold `group.name: value` lines")
+    mistakes += (f"{path}: the key {key} stands there twice; keep one" for key in repeated)
 
     fields = {yaml_name(field): field for field in dataclasses.fields(config)}
     texts, prefix = {}, f"{path}: "
@@ -147,9 +150,20 @@ def read_yaml(path: str | Path, config: type, mistakes: list[str]) -> dict[str, 
         items = value if isinstance(value, list) else [value]
         if key in fields and not all(isinstance(item, str) for item in items):
             mistakes.append(f"{prefix}{key} must be one value, or a list of values")
+        elif key in texts:
+            mistakes.append(f"{prefix}{key} is set twice; keep one")
         elif not key.startswith("derived."):
             texts[key] = ",".join(map(str, items)) or "null"
     return parse_settings(texts, fields, prefix, mistakes)
+
+
+def repeated_keys(node: Any) -> list[str]:
+    """The keys that a mapping of YAML, or one within it, has more than once. Loading it keeps only
+    the last value of such a key. node: as yaml.compose returns it."""
+    pairs = node.value if node and node.id == "mapping" else []
+    keys = [key.value for key, _ in pairs]
+    own = [key for key in dict.fromkeys(keys) if keys.count(key) > 1]
+    return own + [key for _, value in pairs for key in repeated_keys(value)]
 
 
 def yaml_items(content: Mapping[str, object]) -> Iterator[tuple[str, object]]:

@@ -36,11 +36,17 @@ _WINDOW = 4096  # characters up to the last digit that parse_number reads
 _AROUND = 64  # characters on either side of a number in which _PART is searched
 
 # Full-width digits, letters and -./ as texts in Chinese have them: １２ and Ｂ.
-_WIDE = {
+_WIDE: dict[int, int | str | None] = {
     code: code - 0xFEE0
     for first, last in ("－９", "ＡＺ", "ａｚ")
     for code in range(ord(first), ord(last) + 1)
 }
+# Digits of other scripts (१२) and bold ones, Arabic's separators, and characters without a width,
+# such as U+200B, which a person does not see.
+_OTHER_DIGITS = map(chr, (*range(0x660, 0xFF10), *range(0x1D7CE, 0x1D800)))
+_WIDE |= {ord(x): str(int(x)) for x in _OTHER_DIGITS if x.isdecimal()} | {0x66B: ".", 0x66C: ","}
+_UNSEEN = (range(0x200B, 0x2010), range(0x202A, 0x202F), range(0x2060, 0x2070))
+_WIDE |= dict.fromkeys((0xAD, 0xFEFF, *(code for codes in _UNSEEN for code in codes)))
 # Minus sign, en dash, spaces that keep a number and its unit in one line, ’, the slashes of
 # fractions (1⁄2), and ½ as \frac12.
 _FRACTIONS = "¼½¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"

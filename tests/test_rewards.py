@@ -155,6 +155,13 @@ FORMS = {  # of MATH: a number that is written in another form; its value, or No
     "-½": "-1/2",
     "１２００．５": "1200.5",
     "－５": "-5",
+    "१,२३४": "1234",
+    "১৮": "18",
+    "١٬٢٣٤٫٥": "1234.5",
+    "\N{MATHEMATICAL BOLD DIGIT FOUR}2": "42",
+    "4\N{ZERO WIDTH SPACE}2": "42",
+    "-\N{RIGHT-TO-LEFT MARK}5": "-5",
+    "1\N{WORD JOINER},000": "1000",
     r"\sqrt{10 - 5}": None,
     "5√2": None,
     "2^{10}": None,
@@ -252,6 +259,8 @@ def test_exact_match_is_for_letters_and_words_and_gives_0_without_an_answer() ->
     words = [form("new  YORK."), form("New Orleans")]
     assert rewards.exact_match(words, answer=["New York"] * 2) == [1.0, 0.0]
     assert rewards.exact_match([form("Ｂ"), form("②")], answer=["B", "2"]) == [1.0, 0.0]
+    unseen = [form("New\N{ZERO WIDTH SPACE} York\N{RIGHT-TO-LEFT MARK}"), form("B\N{SOFT HYPHEN}")]
+    assert rewards.exact_match(unseen, answer=["New York", "B"]) == [1.0, 1.0]
     accents = [form("Cafe\u0301"), form("Café"), form("Cafe")]  # the first has two characters for é
     assert rewards.exact_match(accents, answer=["Café"] * 3) == [1.0, 1.0, 0.0]
     answers = [rewards.exact_match.extract_answer(text) for text in (*words, "B", r"\boxed{}")]

@@ -381,6 +381,9 @@ def load_tokenizer(folder: Path, chat_template: str = "") -> Any:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(
             folder, clean_up_tokenization_spaces=False
         )
+    if tokenizer.split_special_tokens:
+        reason = "split_special_tokens would spell the chat template's tokens, such as <|im_end|>"
+        raise UserMistake(f"{folder}/tokenizer_config.json: {reason}; set it to false")
     if chat_template:
         tokenizer.chat_template = read_text(chat_template, "CHAT_TEMPLATE")
     if not tokenizer.chat_template:

@@ -408,6 +408,11 @@ DAMAGES = [  # a file of tiny/; its new bytes, its new name or what changes its 
     (TOKENIZER, None, "has no tokenizer.json"),
     (TOKENIZER, b"{}", "its tokenizer cannot be read"),
     ("tokenizer_config.json", b"{}", "its tokenizer has no chat template"),
+    (
+        "tokenizer_config.json",
+        b'{"split_special_tokens": true}',
+        "split_special_tokens would spell",
+    ),
     (WEIGHTS, None, "has no model.safetensors; weights are read as safetensors"),
     (WEIGHTS, "training_args.bin", "has no model.safetensors; weights are read as safetensors"),
     (WEIGHTS, "pytorch_model.bin", "has no model.safetensors, but pytorch_model.bin; weights are"),

@@ -327,10 +327,15 @@ def open_model(cfg: Config) -> tuple[Path, Path | None, ModelConfig, "PreTrained
 
 
 def chat_template_file(cfg: Config, adapters: Path | None) -> str:
-    """The file that replaces the tokenizer's chat template: that of CHAT_TEMPLATE, or of exported
-    adapters; "" if there is none."""
-    exported = adapters and adapters / "chat_template.jinja"
-    return cfg.chat_template or (str(exported) if exported and exported.is_file() else "")
+    """The file that replaces the tokenizer's chat template: that of CHAT_TEMPLATE, or of the folder
+    of the adapters, which were trained with it; "" if there is none."""
+    if cfg.chat_template or not adapters:
+        return cfg.chat_template
+    jinja, settings = (adapters / name for name in ("chat_template.jinja", "tokenizer_config.json"))
+    if jinja.is_file():
+        return str(jinja)
+    values = hf.read_json(settings) if settings.is_file() else {}
+    return str(settings) if isinstance(values.get("chat_template"), str) else ""
 
 
 def find_stop_ids(folder: Path, chat_format: ChatFormat, vocab_size: int) -> tuple[int, ...]:

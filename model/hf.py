@@ -368,7 +368,8 @@ def open_files(folder: Path, file: str) -> dict[str, Any]:
 def load_tokenizer(folder: Path, chat_template: str = "") -> Any:
     """The tokenizer of a model folder, exactly as its tokenizer.json describes it.
 
-    chat_template: a Jinja file that replaces the tokenizer's template; "" keeps the tokenizer's.
+    chat_template: a Jinja file, or a tokenizer_config.json with a template, that replaces the
+    tokenizer's template; "" keeps the tokenizer's.
     Raises UserMistake if the folder has no usable tokenizer or chat template.
     """
     # AutoTokenizer would rebuild the tokenizers of some model types (qwen2) by rules of the type,
@@ -385,7 +386,9 @@ def load_tokenizer(folder: Path, chat_template: str = "") -> Any:
         reason = "split_special_tokens would spell the chat template's tokens, such as <|im_end|>"
         raise UserMistake(f"{folder}/tokenizer_config.json: {reason}; set it to false")
     if chat_template:
-        tokenizer.chat_template = read_text(chat_template, "CHAT_TEMPLATE")
+        text, is_json = read_text(chat_template, "CHAT_TEMPLATE"), chat_template.endswith(".json")
+        values = read_json(Path(chat_template)) if is_json else {"chat_template": text}
+        tokenizer.chat_template = values.get("chat_template")
     if not tokenizer.chat_template:
         raise UserMistake(
             f"MODEL_PATH={folder}: its tokenizer has no chat template; use an instruct model, or "

@@ -396,6 +396,14 @@ def test_a_folder_keeps_its_chat_template_and_the_revision_of_its_base(tmp_path:
         assert exported.endswith("{# mine #}")
     other = env | {"CHAT_TEMPLATE": str(REPO / "docs" / "chat_template.jinja")}
     assert set_up(Config.from_env(other)).rollout.chat_format.tokenizer.chat_template == text
+    # Until 2025 TRL and unsloth wrote the template into the settings of the tokenizer.
+    settings = json.dumps({"chat_template": text + "{# theirs #}"})
+    (folder / "tokenizer_config.json").write_text(settings)
+    run = set_up(Config.from_env(env))
+    assert run.rollout.chat_format.tokenizer.chat_template.endswith("{# mine #}")
+    (folder / "chat_template.jinja").unlink()
+    run = set_up(Config.from_env(env))
+    assert run.rollout.chat_format.tokenizer.chat_template.endswith("{# theirs #}")
 
 
 def test_adapters_by_a_regular_expression_and_with_the_names_of_a_model_of_images_are_read(

@@ -63,8 +63,13 @@ def fetch_base(path: str, revision: str) -> tuple[Path, Path | None]:
     folder = hf.fetch_model(path, revision)
     if not (folder / CONFIG).is_file():
         return folder, None
+    base, base_revision = read_base_name(folder)
+    weights = sorted(folder.glob("model*.safetensors"))  # such as those of an earlier merge
+    if weights and Path(base).resolve() != folder.resolve():
+        reason = f"is a folder of adapters for {base}, and {weights[0].name} would not be read"
+        raise UserMistake(f"MODEL_PATH={folder} {reason}; keep only one of them there")
     try:
-        return hf.fetch_model(*read_base_name(folder)), folder
+        return hf.fetch_model(base, base_revision), folder
     except UserMistake as error:
         raise UserMistake(f"the base of MODEL_PATH={folder}, by its {CONFIG}: {error}") from None
 

@@ -376,6 +376,14 @@ def test_a_folder_of_other_adapters_is_told_before_weights_are_read(
     assert words in str(error.value)
 
 
+def test_weights_beside_adapters_for_another_model_are_refused(adapters: Path) -> None:
+    """As a merge into the folder of the adapters leaves them."""
+    (adapters / "model.safetensors").touch()
+    words = f"MODEL_PATH={adapters} is a folder of adapters for .*, and model.safetensors would"
+    with pytest.raises(UserMistake, match=words):
+        set_up(Config.from_env(DATA | {"MODEL_PATH": str(adapters)}))
+
+
 def test_a_folder_keeps_its_chat_template_and_the_revision_of_its_base(tmp_path: Path) -> None:
     text = (REPO / "docs" / "chat_template.jinja").read_text(encoding="utf-8")
     folder, base = tmp_path / "adapters", str(REPO / "tiny")

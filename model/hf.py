@@ -252,8 +252,12 @@ def save_model(
         is_written = path.name in ("config.json", EXPORTED) or "safetensors" in path.name
         if path.suffix in (".json", ".jinja", ".txt", ".model") and not is_written:
             shutil.copyfile(path, folder / path.name)
+    settings = folder / "tokenizer_config.json"
     if chat_template:
         (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+        if settings.is_file():  # llama.cpp and older servers prefer the template in this file
+            values = read_json(settings) | {"chat_template": chat_template}
+            settings.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     elif (source / TEMPLATES).is_dir():
         (folder / TEMPLATES).mkdir()
         for path in (source / TEMPLATES).iterdir():  # copytree would also copy the permissions

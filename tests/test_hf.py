@@ -771,6 +771,8 @@ def test_an_export_keeps_named_templates_unless_one_replaces_them(tmp_path: Path
         assert hf.load_tokenizer(target).chat_template == named
         exported(source, target, chat_template="mine")
         assert hf.load_tokenizer(target).chat_template == "mine"
+        in_settings = json.loads((target / "tokenizer_config.json").read_text())["chat_template"]
+        assert in_settings == "mine", "llama.cpp takes this one"
 
 
 def test_a_tokenizer_removes_no_space_before_punctuation(tmp_path: Path) -> None:

@@ -294,6 +294,27 @@ def text_values(values: dict[str, Any]) -> dict[str, Any]:
     return tied | values.get("text_config", {}) | architecture
 
 
+def older_rope_keys(values: dict[str, Any]) -> dict[str, Any]:
+    """The keys in which transformers 4 looks for what the rope_parameters of a config.json say. It
+    does not know these, and takes its defaults without a warning."""
+    parameters = values.get("rope_parameters") or {}
+    rope, local = parameters.get(FULL, parameters), parameters.get(LOCAL, {})
+    if (
+        "rope_theta" not in rope or "mrope_section" in rope
+    ):  # Qwen3.5, which it does not know either
+        return {}
+    keys = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    scaling = {key: x for key, x in rope.items() if key not in keys}
+    if rope.get("rope_type") == "longrope":  # it accepts no other key
+        names = ("short_factor", "long_factor")
+        scaling = {"type": "longrope"} | {name: rope[name] for name in names}
+    if rope.get("rope_type", "default") != "default":
+        keys["rope_scaling"] = scaling
+    if "rope_theta" in local:
+        keys["rope_local_base_freq"] = local["rope_theta"]
+    return keys
+
+
 def read_json(path: Path) -> dict[str, Any]:
     with reading(f"{path} cannot be read"):
         return json.loads(path.read_text(encoding="utf-8"))

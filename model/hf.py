@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 from infra.log import progress_bar
 from infra.mistakes import UserMistake, reading
 from infra.settings import read_text
-from model.families import raise_if_without, read_config, read_json, text_values
+from model.families import older_rope_keys, raise_if_without, read_config, read_json, text_values
 from model.int8 import Int8, quantize
 from model.layout import gather_to_host
 from model.params import (
@@ -268,7 +268,9 @@ def save_model(
     (folder / generation.name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     values = text_values(read_json(source / "config.json"))
     values = {key: value for key, value in values.items() if not LEFT_OUT.search(key)}
-    values |= {"dtype": dtype.name, "torch_dtype": dtype.name}  # transformers 5 and earlier ones
+    # For transformers 5 and for earlier ones.
+    values |= {"dtype": dtype.name, "torch_dtype": dtype.name}
+    values = older_rope_keys(values) | values
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 

@@ -642,6 +642,43 @@ def test_the_config_of_an_export_names_its_dtype_and_nothing_that_the_folder_lac
     assert config == FAMILIES[family] | {"dtype": "float32", "torch_dtype": "float32"}
 
 
+DEFAULT, LINEAR_ROPE = {"rope_type": "default"}, {"rope_type": "linear", "factor": 8.0}
+LONG_ROPE = FAMILIES["phi3"]["rope_scaling"]
+NEW_ROPES = [  # family, its rope_parameters; the keys in which transformers 4 has them
+    ("qwen3", DEFAULT | {"rope_theta": 5e5}, {"rope_theta": 5e5}),
+    ("llama3", LLAMA3 | {"rope_theta": 100.0}, {"rope_theta": 100.0, "rope_scaling": LLAMA3}),
+    (
+        "gemma3",
+        {
+            "full_attention": LINEAR_ROPE | {"rope_theta": 5e3},
+            "sliding_attention": DEFAULT | {"rope_theta": 50.0},
+        },
+        {"rope_theta": 5e3, "rope_scaling": LINEAR_ROPE, "rope_local_base_freq": 50.0},
+    ),
+    (
+        "phi3",
+        LONG_ROPE
+        | {"rope_type": "longrope", "original_max_position_embeddings": 128}
+        | {"rope_theta": 550.0, "partial_rotary_factor": 0.75},
+        {"rope_theta": 550.0, "partial_rotary_factor": 0.75, "rope_scaling": LONG_ROPE},
+    ),
+]
+
+
+@pytest.mark.parametrize("family, parameters, older", NEW_ROPES)
+def test_the_rope_of_an_export_stands_also_where_earlier_versions_of_transformers_look_for_it(
+    tmp_path: Path, family: str, parameters: dict, older: dict
+) -> None:
+    """They take their default of 10000 if they find none."""
+    source = write_folder(tmp_path, family)
+    config = {key: x for key, x in FAMILIES[family].items() if key not in older}
+    write_config(source, config | {"rope_parameters": parameters})
+    target = exported(source, tmp_path / "hf")
+    told = json.loads((target / "config.json").read_text())
+    assert told.items() >= (older | {"rope_parameters": parameters}).items()
+    assert hf.read_config(target) == hf.read_config(source)
+
+
 def test_an_export_needs_no_permission_to_change_permissions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

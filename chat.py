@@ -325,7 +325,7 @@ def check_chat_format(chat_format: ChatFormat, max_length_sample: float) -> None
 
 
 def check_messages(examples: list[Example], chat_format: ChatFormat, split: str) -> None:
-    """Prints which fields of messages the chat template leaves out, and how many questions have
+    """Prints which fields of messages the chat template leaves out, and how many examples have
     special tokens. Raises UserMistake if it leaves out a role's texts or calls of tools."""
     chats = (chat_format.messages_of(e) + [*e.get("completions", ([],))[0]] for e in examples)
     unread = unread_fields(chats, chat_format)
@@ -341,10 +341,17 @@ def check_messages(examples: list[Example], chat_format: ChatFormat, split: str)
         print(f"note: {text}", flush=True)
     tokens = chat_format.tokenizer.added_tokens_decoder.values()
     special = re.compile("|".join(re.escape(x.content) for x in tokens if x.special) or "(?!)")
-    questions = [example["question"] for example in examples if "question" in example]
-    if count := sum(special.search(text) is not None for text in questions):
+    count = sum(special.search(text_not_sampled(example)) is not None for example in examples)
+    if count:
         reason = "contain special tokens; give plain text that no chat template has rendered"
-        print(f"note: {count} of {len(questions)} {split} questions {reason}", flush=True)
+        print(f"note: {count} of {len(examples)} {split} examples {reason}", flush=True)
+
+
+def text_not_sampled(example: Example) -> str:
+    """The question and the messages of an example, but for those of the assistant."""
+    messages = [*example.get("prompts", ()), *example.get("completions", ([],))[0]]
+    texts = [message["content"] for message in messages if message["role"] != "assistant"]
+    return "\n".join([example.get("question", ""), *texts])
 
 
 def unread_fields(

@@ -897,11 +897,22 @@ def test_a_text_beside_a_call_may_be_left_out_alone_and_is_named(capsys) -> None
     refused(lambda: check_messages(examples[1:], ChatFormat(tokenizer, []), "train"), line)
 
 
-def test_questions_that_a_chat_template_has_written_already_are_counted(capsys) -> None:
+def test_texts_that_a_chat_template_has_written_already_are_counted(capsys) -> None:
+    """Also those of tools and of users' further turns. The policy may write such tokens itself."""
     chat_format = ChatFormat(hf.load_tokenizer(ROOT / "tiny"), [])
     rendered = chat_format.render([[{"role": "user", "content": "2+2?"}]])[0]
-    check_messages([{"question": rendered}, EXAMPLES[0]], chat_format, "test")
-    note = "note: 1 of 2 test questions contain special tokens; give plain text that no chat"
+    turn = {"role": "user", "content": "2+2?"}
+    chats = [turn, turn | {"content": rendered}], [turn, turn | {"role": "tool"}]
+    special = {"role": "assistant", "content": "<|im_start|>"}
+    examples = [
+        {"question": rendered},
+        {"question": "2+2?", "prompts": chats[0][::-1]},
+        {"question": "2+2?", "prompts": [turn], "completions": (chats[0], "a place")},
+        {"question": "2+2?", "prompts": [turn], "completions": ([special, *chats[1]], "a place")},
+        EXAMPLES[0],
+    ]
+    check_messages(examples, chat_format, "test")
+    note = "note: 3 of 5 test examples contain special tokens; give plain text that no chat"
     assert capsys.readouterr().out == f"{note} template has rendered\n"
 
 

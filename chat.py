@@ -202,15 +202,21 @@ def writes_system_message(chat_format: ChatFormat, content: str = "") -> bool:
 def end_of_turn_id(chat_format: ChatFormat) -> int | None:
     """The added token that the chat template writes after an answer; None without such a
     token, and for a template that takes no answers."""
+    tokenizer = chat_format.tokenizer
+    ids = tokenizer(text_after_answer(chat_format), add_special_tokens=False)["input_ids"]
+    return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else None
+
+
+def text_after_answer(chat_format: ChatFormat) -> str:
+    """What the chat template writes after an answer, without white space around it; "" for a
+    template that takes no answers."""
     question = {"role": "user", "content": "A question."}
     chat = [question, {"role": "assistant", "content": SENTINEL}]
     try:
         [text] = chat_format.render([chat], add_generation_prompt=False)
     except UserMistake:
-        return None
-    tokenizer = chat_format.tokenizer
-    ids = tokenizer(text.partition(SENTINEL)[2].lstrip(), add_special_tokens=False)["input_ids"]
-    return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else None
+        return ""
+    return text.partition(SENTINEL)[2].strip()
 
 
 def missing_header(chat_format: ChatFormat) -> str:

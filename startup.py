@@ -29,6 +29,7 @@ from chat import (
     end_of_turn_id,
     has_system_message,
     read_prefix_messages,
+    text_after_answer,
 )
 from config import Config
 from contracts import Backend, Environments
@@ -347,6 +348,12 @@ def find_stop_ids(folder: Path, chat_format: ChatFormat, vocab_size: int) -> tup
         reason = "the chat template ends an answer with it, though the model's files do not name it"
         print(f"note: {tokenizer.decode([end])} is a stop token: {reason}", flush=True)
         return tuple(sorted((*named, end)))
+    if end is None and (text := text_after_answer(chat_format)):
+        ends = ", ".join(tokenizer.decode([i]) for i in named)
+        reason = (
+            f"ends an answer with {text!r:.40}, which is no token, and sampling stops at {ends}"
+        )
+        print(f"note: the chat template {reason}; the model may write it and go on", flush=True)
     return named
 
 

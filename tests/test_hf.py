@@ -20,6 +20,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from small_model import FAMILIES, LLAMA3, tensors, transformers_logits, write_config, write_folder
 
+from chat import ChatFormat
 from config import Config
 from fingerprint import result_fingerprint
 from infra.mistakes import UserMistake
@@ -39,7 +40,7 @@ from model.params import (
     param_shardings,
 )
 from rewards import SYSTEM_PROMPT
-from startup import set_up
+from startup import find_stop_ids, set_up
 
 TINY = Path(__file__).parent.parent / "tiny"
 
@@ -549,6 +550,21 @@ def test_the_end_of_an_answer_by_the_chat_template_is_a_stop_token_and_a_line_sa
     digest = hashlib.sha256(named["tool_use"].encode()).hexdigest()
     assert result_fingerprint(run)["the chat template"] == digest[:12]
     assert note not in capsys.readouterr().out, "the template for tools has the role"
+
+
+@pytest.mark.parametrize(
+    "end, says", [("<|end|>\\n", "'<|end|>'"), ("\\n\\n", ""), ("<|im_end|>", "")]
+)
+def test_an_end_of_an_answer_that_is_no_token_gets_a_line(end: str, says: str, capsys) -> None:
+    """As a ChatML template with the tokenizer of a base model that lacks its tokens."""
+    tokenizer = hf.load_tokenizer(REPO / "tiny")
+    tokenizer.chat_template = (
+        f"{{% for m in messages %}}{{{{ m.content + '{end}' }}}}{{% endfor %}}"
+    )
+    assert find_stop_ids(REPO / "tiny", ChatFormat(tokenizer, []), 576) == (2,)
+    reason = f"{says}, which is no token, and sampling stops at <|im_end|>; the model may write it"
+    line = f"note: the chat template ends an answer with {reason} and go on\n"
+    assert capsys.readouterr().out == (line if says else "")
 
 
 # ---- The export ----------------------------------------------------------------------------------

@@ -63,6 +63,8 @@ from update import LearnerConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+ROUNDED_AWAY = 0.5  # a merge that changes a smaller share of the numbers gets a note
+
 
 def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | None]:
     """The run, its lifecycle, the sampler, the training state, and the reference of BETA or None.
@@ -671,7 +673,15 @@ def export(run: Run, out: Path, params: Params, is_done: bool = True) -> None:
                 print(f"note: the adapters, {reason}", flush=True)
                 tensors = lora.merge_with_folder(run.folder, params, model, dtype)
             else:
-                merged = lora.merge_adapters(params, model.lora)[0] if model.lora else params
+                merged, share = params, 1.0
+                if model.lora:
+                    merged, share = lora.merge_adapters(params, model.lora)
+                if share < ROUNDED_AWAY:
+                    changes = f"changes {share:.2%} of the numbers of the adapted matrices"
+                    reason = (
+                        f"{dtype} rounds smaller changes away, which EXPORT_LORA=adapters keeps"
+                    )
+                    print(f"note: EXPORT_LORA=merged {changes}; {reason}", flush=True)
                 tensors = hf.hf_tensors(merged, model, dtype)
             hf.save_model(
                 folder,

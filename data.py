@@ -423,6 +423,23 @@ def print_repeats(
         print(f"{share} are also in the training split: their results are no test", flush=True)
 
 
+def print_uneven_head(prompts: list[Prompt], limit: int, split: str) -> None:
+    """Prints a line about each column of which the first `limit` examples, those of an evaluation
+    (0: all), lack the values of most others, as in a split that is sorted by it. A column with more
+    than limit / 10 values does not count."""
+    for name in prompts[0].columns if limit and prompts else ():
+        values = [prompt.columns.get(name) for prompt in prompts]
+        if all(isinstance(value, str | int) for value in values):
+            distinct, seen = {*values}, {*values[:limit]}
+            missing = sum(value not in seen for value in values)
+            if 10 * len(distinct) <= limit and 2 * missing >= len(values):
+                reason = f"have {len(seen)} of the {len(distinct)} values of column {name!r}"
+                text = (
+                    f"the first {limit} of {len(values)} {split} examples (EVAL_PROMPTS) {reason}"
+                )
+                print(f"note: {text}; shuffle the split, or set EVAL_PROMPTS=0", flush=True)
+
+
 def pad_prompts(prompts: list[list[int]], width: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
     """prompt_ids and prompt_mask, both [len(prompts), width] int32, padded on the left.
 

@@ -179,6 +179,8 @@ def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
         data.print_repeats(
             run.train_prompts, run.eval_prompts, cfg.dataset, bool(cfg.environment_class)
         )
+        if cfg.eval_every_steps and (cfg.steps or not cfg.eval_full_sweep):  # --eval-only takes all
+            data.print_uneven_head(run.eval_prompts, cfg.eval_prompts, cfg.eval_split)
     train_compute, rollout_compute = run.learner.compute, run.rollout.compute
     print(
         f"model={run.folder} parameters={placement.num_params(train_compute.model) / 1e6:.2f}M "

@@ -23,7 +23,14 @@ from chat import (
     open_think_tag,
     read_prefix_messages,
 )
-from data import Prompt, batch_indices, build_prompts, drop_long_prompts, load_examples
+from data import (
+    Prompt,
+    batch_indices,
+    build_prompts,
+    drop_long_prompts,
+    load_examples,
+    print_uneven_head,
+)
 from fingerprint import json_digest
 from infra.mistakes import UserMistake
 from model import hf
@@ -965,6 +972,29 @@ def test_prompts_that_are_too_long_are_skipped(capsys: pytest.CaptureFixture) ->
     assert drop_long_prompts(prompts, 4, "train") == [prompts[1], prompts[3]]
     message = "skipped 2 of 4 train prompts: longer than MAX_PROMPT_LENGTH=4 tokens\n"
     assert capsys.readouterr().out == message
+
+
+@pytest.mark.parametrize(
+    "subjects, limit, note",
+    [
+        (["algebra"] * 30 + ["geometry"] * 20 + ["number theory"] * 20, 30, "1 of the 3 values"),
+        (["algebra"] * 36 + ["geometry"] * 34, 30, ""),  # most are as the first ones
+        (["algebra", "geometry"] * 35, 30, ""),
+        (["algebra"] * 20 + ["geometry"] * 50, 0, ""),  # all are taken
+        (["algebra"] * 19 + ["geometry"] * 51, 19, ""),  # so few may lack a value by chance
+        ([str(i) for i in range(70)], 30, ""),  # each has its own
+        ([3] * 30 + [4] * 40, 30, "1 of the 2 values"),
+        ([[3]] * 30 + [[4]] * 40, 30, ""),
+    ],
+)
+def test_a_split_that_is_sorted_so_that_evaluations_see_a_part_of_it_gets_a_line(
+    subjects: list, limit: int, note: str, capsys: pytest.CaptureFixture
+) -> None:
+    examples = [{"question": f"{i}+{i}?", "subject": x} for i, x in enumerate(subjects)]
+    print_uneven_head([Prompt([1], example) for example in examples], limit, "test")
+    head = f"note: the first {limit} of 70 test examples (EVAL_PROMPTS) have {note} of column"
+    line = f"{head} 'subject'; shuffle the split, or set EVAL_PROMPTS=0\n"
+    assert capsys.readouterr().out == (line if note else "")
 
 
 @pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids", "environments"])

@@ -36,7 +36,7 @@ _WINDOW = 4096  # characters up to the last digit that parse_number reads
 _AROUND = 64  # characters on either side of a number in which _PART is searched
 
 # Full-width digits, letters and -./ as texts in Chinese have them: １２ and Ｂ.
-_WIDE: dict[int, int | str | None] = {
+_TO_ASCII: dict[int, int | str | None] = {
     code: code - 0xFEE0
     for first, last in ("－９", "ＡＺ", "ａｚ")
     for code in range(ord(first), ord(last) + 1)
@@ -44,14 +44,16 @@ _WIDE: dict[int, int | str | None] = {
 # Digits of other scripts (१२) and bold ones, Arabic's separators, and characters without a width,
 # such as U+200B, which a person does not see.
 _OTHER_DIGITS = map(chr, (*range(0x660, 0xFF10), *range(0x1D7CE, 0x1D800)))
-_WIDE |= {ord(x): str(int(x)) for x in _OTHER_DIGITS if x.isdecimal()} | {0x66B: ".", 0x66C: ","}
+_TO_ASCII |= {ord(x): str(int(x)) for x in _OTHER_DIGITS if x.isdecimal()}
+_TO_ASCII |= {0x66B: ".", 0x66C: ","}
 _UNSEEN = (range(0x200B, 0x2010), range(0x202A, 0x202F), range(0x2060, 0x2070))
-_WIDE |= dict.fromkeys((0xAD, 0xFEFF, *(code for codes in _UNSEEN for code in codes)))
-# Minus sign, en dash, spaces that keep a number and its unit in one line, ’, the slashes of
+_TO_ASCII |= dict.fromkeys((0xAD, 0xFEFF, *(code for codes in _UNSEEN for code in codes)))
+_TO_ASCII |= str.maketrans("‘’“”", "''\"\"")  # typographic quotes, as in don’t
+# Minus sign, en dash, spaces that keep a number and its unit in one line, the slashes of
 # fractions (1⁄2), and ½ as \frac12.
 _FRACTIONS = "¼½¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
 _PLAIN = str.maketrans(
-    dict(zip("\u2212\u2013\u00a0\u202f\u2009\u2019\u2044\u2215■", [*"--   '//", ""], strict=True))
+    dict(zip("\u2212\u2013\u00a0\u202f\u2009\u2044\u2215■", [*"--   //", ""], strict=True))
     | {x: rf"\frac{normalize('NFKC', x)}".replace("\u2044", "") for x in _FRACTIONS}
 )
 # No two repeats of these patterns and of _NUMBER can match the same character. A failed match gives
@@ -141,7 +143,7 @@ def parse_number(text: str) -> Fraction | None:
     text without a number, for a zero denominator, for numbers of absurd length, and for a last
     number that is in doubt, such as 100,00, or a part of something larger, such as 10^3 and 2\pi.
     """
-    text = text.strip().translate(_WIDE)
+    text = text.strip().translate(_TO_ASCII)
     last = max(map(text.rfind, "0123456789" + _FRACTIONS))
     text = text[max(0, last - _WINDOW) : last + _AROUND].translate(_PLAIN)
     for pattern, plain in _SPELLINGS:
@@ -288,7 +290,7 @@ def exact_match(completions: list[str], answer: list[str], **columns: list) -> R
 def _folded(answer: str | None) -> tuple[str, str]:
     """The answer without what exact_match ignores, and "". If it is the letter of an option before
     words, as in B. Paris, which may be a name as in B. Pascal, the second text is these words."""
-    text = normalize("NFC", answer or "").translate(_WIDE)
+    text = normalize("NFC", answer or "").translate(_TO_ASCII)
     option = _OPTION.fullmatch(_FONT.sub("", text).strip())
     text, after = (option["letter"], option["words"] or "") if option else (text, "")
     words, after = ("".join(part.split()).casefold() for part in (text, after))

@@ -261,6 +261,8 @@ def test_exact_match_is_for_letters_and_words_and_gives_0_without_an_answer() ->
     assert rewards.exact_match([form("Ｂ"), form("②")], answer=["B", "2"]) == [1.0, 0.0]
     unseen = [form("New\N{ZERO WIDTH SPACE} York\N{RIGHT-TO-LEFT MARK}"), form("B\N{SOFT HYPHEN}")]
     assert rewards.exact_match(unseen, answer=["New York", "B"]) == [1.0, 1.0]
+    quotes = [form("don\N{RIGHT SINGLE QUOTATION MARK}t"), form("“B”"), form("dont")]
+    assert rewards.exact_match(quotes, answer=["don't", "B", "don't"]) == [1.0, 1.0, 0.0]
     accents = [form("Cafe\u0301"), form("Café"), form("Cafe")]  # the first has two characters for é
     assert rewards.exact_match(accents, answer=["Café"] * 3) == [1.0, 1.0, 0.0]
     answers = [rewards.exact_match.extract_answer(text) for text in (*words, "B", r"\boxed{}")]

@@ -266,19 +266,25 @@ def test_a_later_turn_draws_what_the_completion_would_have_drawn_at_these_places
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason='libtpu: pip install "jax[tpu]"'
 )
-def test_a_plan_has_the_programs_of_the_last_turn_which_has_the_longest_prompts() -> None:
+@pytest.mark.parametrize(
+    "T, names",
+    [(96, {"turn_prefill", "turn_decode"}), (512, {"turn_prefill", "turn_decode", "turn_widen"})],
+)
+def test_a_plan_has_the_programs_of_the_last_turn_which_has_the_longest_prompts(
+    T: int, names: set[str]
+) -> None:
     """16 prompts with 8 completions each. In a later turn each completion has a prompt of its own,
-    of 128 tokens and the 96 of a completion."""
-    text = "NUM_PRE_Q=8 BATCH_SIZE=16 MAX_PROMPT_LENGTH=128 MAX_LENGTH_SAMPLE=96 MAX_TURNS="
+    of 128 tokens and those of a completion. Its caches grow, since it drops no sequence."""
+    text = f"NUM_PRE_Q=8 BATCH_SIZE=16 MAX_PROMPT_LENGTH=128 MAX_LENGTH_SAMPLE={T} MAX_TURNS="
     found = []
     for turns in (1, 4):
         cfg = Config.from_env(environment(f"{text}{turns} ENVIRONMENT_CLASS=my.py:Game"))
         found.append(list_programs(make_plan(cfg, "v5e-1")))
-    assert found[1].keys() - found[0].keys() == {"turn_prefill", "turn_decode"}
+    assert found[1].keys() - found[0].keys() == names
     shapes = [[x.shape for x in found[1][n].arguments[2:]] for n in ("prefill", "turn_prefill")]
-    assert shapes == [[(16, 129)] * 2, [(128, 128 + 96 + 1)] * 2]
+    assert shapes == [[(16, 129)] * 2, [(128, 128 + T + 1)] * 2]
     state = found[1]["turn_decode"].arguments[2]
-    assert state.prompt_mask.shape == (128, 224) and state.width() == 96
+    assert state.prompt_mask.shape == (128, 128 + T) and state.width() == T
 
 
 # ---- The end of an episode -----------------------------------------------------------------------

@@ -413,8 +413,8 @@ def list_programs(plan: Plan) -> dict[str, Program]:
         if cfg.max_turns_or_default() > 1:
             # The last turn has nearly all of the completion in its prompt.
             S = plan.S + cfg.max_length_sample
-            turn_programs = rollout_programs(plan, S, prompts * K, 1, sampling, rest)
-            programs |= {f"turn_{name}": turn_programs[name] for name in ("prefill", "decode")}
+            turn_programs = rollout_programs(plan, S, prompts * K, 1, sampling, rest, drop=False)
+            programs |= {f"turn_{name}": program for name, program in turn_programs.items()}
         if cfg.evaluates():
             K, sampling = cfg.eval_samples, make_eval_sampling(cfg)
             prompts = eval_questions(plan.sizes, cfg.num_pre_q, K, plan.local_devices())
@@ -455,13 +455,15 @@ def list_programs(plan: Plan) -> dict[str, Program]:
 
 
 def rollout_programs(
-    plan: Plan, S: int, prompts: int, K: int, sampling: Sampling, rest: int
+    plan: Plan, S: int, prompts: int, K: int, sampling: Sampling, rest: int, drop: bool = True
 ) -> dict[str, Program]:
     """The programs of a rollout pass.
 
     S: prompt tokens without the last. prompts: of each process. K: completions of each prompt.
-    rest: bytes per device of the run's arrays, without the weights that sample.
+    rest: bytes per device of the run's arrays, without the weights that sample. drop: False: as in
+    later turns no sequence is dropped, whatever the settings say.
     """
+    drop = drop and plan.cfg.drops_ended()
     rollout, T = plan.rollout, plan.cfg.max_length_sample
     mesh, batch_axes = rollout.layout
     shards = rollout.layout.batch_shards
@@ -499,9 +501,10 @@ def rollout_programs(
         "decode": Program(decode, (weights, rollout, state, fewest), rest, PASS_SIZES, static),
     }
     rest += bytes_per_device(weights)
-    if sequences < 4 * shards and (ends := stage_ends(T)[:-1]):  # or drop_sequences is larger
+    drop_is_larger = drop and sequences >= 4 * shards
+    if not drop_is_larger and (ends := stage_ends(T)[:-1]):
         programs["widen"] = Program(widen, (decoding(ends[-1]),), rest, PASS_SIZES, {"end": T})
-    if plan.cfg.drops_ended() and sequences > shards:
+    if drop and sequences > shards:
         static = {"size": smaller_batches(sequences // shards)[0]}  # when some first leave
         arguments = rollout, state
         programs["drop_sequences"] = Program(drop_sequences, arguments, rest, PASS_SIZES, static)

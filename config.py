@@ -42,11 +42,11 @@ from infra.settings import (
     yaml_name,
 )
 from infra.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES
-from objectives import OBJECTIVES
+from objectives import ESTIMATORS, OBJECTIVES
 
 STARTED = time.monotonic()  # of the program, which imports this file first; MAX_HOURS count from it
 DTYPES = "auto|bfloat16|float32"
-LOSS_TYPES = "|".join(OBJECTIVES)
+LOSS_TYPES, ADV_ESTIMATORS = "|".join(OBJECTIVES), "|".join(ESTIMATORS)
 IS_MODES = "none|token_truncate|token_mask|sequence_truncate|sequence_mask"
 TINY_LAYER = "recipes/tiny.yaml"
 TINY = REPO / TINY_LAYER
@@ -236,10 +236,10 @@ class Config:
     )
 
     loss_type: str = in_loss(
-        "dapo", "Objective; see loss.py; sft: only for train_sft.py.", choices=LOSS_TYPES
+        "dapo", "Objective; see objectives.py; sft: only for train_sft.py.", choices=LOSS_TYPES
     )
     adv_estimator: str = in_loss(
-        "grpo", "Advantages; see loss.py.", choices="grpo|rloo|reinforce|reinforce++|gdpo|maxrl"
+        "grpo", "Advantages; see group_advantages in loss.py.", choices=ADV_ESTIMATORS
     )
     scale_rewards: str = in_loss(
         "group", "Standard deviation that divides grpo's advantages.", choices="group|batch|none"
@@ -415,12 +415,14 @@ def read_layers(
 def objective_contradictions(cfg: Config) -> Iterator[str]:
     """A line for each combination of settings of the objective that contradict each other."""
     facts, loss_type = OBJECTIVES[cfg.loss_type], f"LOSS_TYPE={cfg.loss_type}"
-    compares = cfg.adv_estimator != "reinforce" and cfg.loss_type != "sft"
+    estimator = ESTIMATORS[cfg.adv_estimator]
+    compares = estimator.baseline == "group" and cfg.loss_type != "sft"
     if cfg.num_pre_q == 1 and cfg.steps and compares and not cfg.ignores_rewards():
         reason = f"NUM_PRE_Q=1 makes every advantage of ADV_ESTIMATOR={cfg.adv_estimator} 0"
         yield f"{reason}; set at least 2, or ADV_ESTIMATOR=reinforce"
-    if cfg.dynamic_sampling and cfg.adv_estimator == "reinforce":
-        yield "DYNAMIC_SAMPLING=1 drops groups that ADV_ESTIMATOR=reinforce can use; leave it out"
+    if cfg.dynamic_sampling and estimator.baseline != "group":
+        name = f"ADV_ESTIMATOR={cfg.adv_estimator}"
+        yield f"DYNAMIC_SAMPLING=1 drops groups that {name} can use; leave it out"
     if cfg.dynamic_sampling and cfg.ignores_rewards():
         yield "DYNAMIC_SAMPLING=1 drops groups that REWARD_COEF=0 can use; leave it out"
     if cfg.ignores_rewards() and cfg.distill_coef == 0:
@@ -428,9 +430,9 @@ def objective_contradictions(cfg: Config) -> Iterator[str]:
     if cfg.teacher_path and cfg.off_policy_mask_threshold:
         reason = "needs one advantage for a completion, and TEACHER_PATH gives one to each token"
         yield f"OFF_POLICY_MASK_THRESHOLD={cfg.off_policy_mask_threshold} {reason}; leave one out"
-    if facts.limits == "cap" and cfg.eps_high < 1:
+    if facts.bounded == "cap" and cfg.eps_high < 1:
         yield f"EPS_HIGH={cfg.eps_high} caps every ratio of {loss_type} below 1; set EPS_HIGH=5"
-    clips_ratios = facts.limits == "ratio" and "delta" in facts.reads
+    clips_ratios = facts.bounded == "ratio" and "delta" in facts.reads
     if clips_ratios and cfg.delta and cfg.delta <= (limit := 1 + cfg.eps_high):
         yield f"DELTA={cfg.delta} must be above 1 + EPS_HIGH = {limit}, where clipping begins"
     if cfg.beta and cfg.kl_estimator == "k1" and not cfg.kl_bias_correction:
@@ -525,13 +527,14 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
     off_policy = cfg.ppo_epochs * cfg.num_mini_batches > 1
     differs_from_sampler = off_policy or cfg.rollout_backend != "naive"
     facts, loss_type = OBJECTIVES[cfg.loss_type], f"LOSS_TYPE={cfg.loss_type}"
+    estimator = ESTIMATORS[cfg.adv_estimator]
     clips = (
-        differs_from_sampler if facts.anchor == "sampler" else off_policy or facts.limits == "cap"
+        differs_from_sampler if facts.anchor == "sampler" else off_policy or facts.bounded == "cap"
     )
     if clips and facts.published and not {"eps_low", "eps_high"} <= layers.keys():
         published = "EPS_LOW={} EPS_HIGH={}".format(*facts.published)
         yield f"{loss_type} was published with {published}; the defaults are 0.2"
-    if facts.limits == "distance" and not clips:
+    if facts.bounded == "distance" and not clips:
         yield f"{loss_type} drops no token with one update per step, and is then dapo"
     reads_tags = not (cfg.system_prompt and cfg.reward_fn) or any(
         name in cfg.reward_fn for name in TAG_READERS
@@ -541,10 +544,10 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
     for names, has_effect, reason in (
         ("lora_alpha lora_targets lora_base_copy export_lora", has_adapters, no_adapters),
         ("sampling_support", cfg.has_sampling_filters(), "TOP_K=0, TOP_P=1.0 and MIN_P=0.0"),
-        ("scale_rewards", cfg.adv_estimator == "grpo", f"ADV_ESTIMATOR={cfg.adv_estimator}"),
+        ("scale_rewards", estimator.reads_scale_rewards, f"ADV_ESTIMATOR={cfg.adv_estimator}"),
         ("adv_estimator scale_rewards", not cfg.ignores_rewards(), "REWARD_COEF=0"),
         *((name, name in facts.reads, loss_type) for name in ("eps_low", "eps_high", "delta")),
-        ("delta eps_low eps_high", clips, "one update per step"),
+        (" ".join(facts.reads), clips, "one update per step"),
         ("off_policy_mask_threshold", differs_from_sampler, "one update per step"),
         ("kl_estimator kl_bias_correction", cfg.beta, "BETA=0"),
         ("distill_coef reward_coef", cfg.teacher_path, "TEACHER_PATH="),

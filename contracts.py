@@ -1,5 +1,5 @@
-"""What a rollout needs of a backend and of environments. A fork that brings its own has these
-methods, and needs no class of this project.
+"""What a rollout needs of a backend and of environments. Those of a fork have these methods, and
+inherit from no class of this project; a backend returns its Completions.
 
 Dimensions: `count` completions of a pass, S+1 padded prompt tokens, T completion tokens.
 """

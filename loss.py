@@ -41,18 +41,15 @@ class AdvantageConfig(NamedTuple):
     """How group_advantages compares rewards."""
 
     estimator: str = "grpo"  # ADV_ESTIMATOR
-    scale_rewards: str = "group"
-    weights: Sequence[float] = ()  # REWARD_WEIGHTS, [functions]
+    scale_rewards: str = "group"  # or batch, none; for grpo
+    weights: Sequence[float] = ()  # REWARD_WEIGHTS, [functions]; for gdpo
 
 
 def group_advantages(
     rewards: np.ndarray,
     completions_per_prompt: int,
+    config: AdvantageConfig,
     function_rewards: np.ndarray | None = None,
-    *,
-    estimator: str = "grpo",
-    scale_rewards: str = "group",
-    weights: Sequence[float] = (),
 ) -> np.ndarray:
     """The advantage of each completion: [B] float64.
 
@@ -67,14 +64,14 @@ def group_advantages(
       reinforce    (reward - batch mean) / batch std
       reinforce++  reward - group mean, then divided by the batch std of these differences
       gdpo         grpo for each function, then the weighted sum, divided by its batch std;
-                   weights: [functions]; function_rewards: [B, functions], NaN where a function
-                   does not apply
+                   function_rewards: [B, functions], NaN where a function does not apply
       maxrl        (reward - group mean) / (group mean + MEAN_EPS), for rewards of 0 or 1
     Every std has ddof 1, and STD_EPS is added to it.
     Raises ValueError for another estimator or scale_rewards.
     Source: GRPO, arXiv 2402.03300 section 4.1; RLOO, 2402.14740; REINFORCE++, 2501.03262; GDPO,
     2601.05242; MaxRL, 2602.02710; TRL.
     """
+    estimator, scale_rewards, weights = config
     groups = np.asarray(rewards, np.float64).reshape(-1, completions_per_prompt)  # [P, K]
     count = (~np.isnan(groups)).sum(axis=1, keepdims=True)  # [P, 1]
     centered = _centered(groups)
@@ -251,12 +248,13 @@ def policy_loss(
         kl = _kl(objective, jnp.where(mask, ref_logps - logps, 0.0), ratio)  # [B, T]
         metrics["kl"] = token_mean(kl)
         loss = loss + objective.beta * kl
+    # The counts are those of update.loss_counts, of the entire update.
     divisor = {
         "token-mean": num_tokens,
         "seq-mean-token-mean": sequence_tokens * num_sequences,
         "seq-mean-token-sum": num_sequences,
         "seq-mean-token-sum-norm": num_sequences * objective.max_length_sample,
-    }[facts.mean]
+    }[facts.aggregation]
     loss = jnp.where(mask, loss / divisor, 0.0).sum()
     if objective.entropy_coef > 0:
         metrics["policy_loss"] = loss
@@ -269,7 +267,7 @@ def _raise_if_invalid(objective: Objective, advantages: jax.Array, arrays: list[
     """Raises ValueError as policy_loss says; arrays should be [B, T], advantages [B] or [B, T]."""
     if objective.loss_type not in TOKEN_LOSSES:
         raise ValueError(f"LOSS_TYPE={objective.loss_type} is not known")
-    has_length = OBJECTIVES[objective.loss_type].mean == "seq-mean-token-sum-norm"
+    has_length = OBJECTIVES[objective.loss_type].aggregation == "seq-mean-token-sum-norm"
     if has_length and (length := objective.max_length_sample) < 1:
         raise ValueError(f"LOSS_TYPE={objective.loss_type} divides by max_length_sample={length}")
     B, T = len(advantages), arrays[0].shape[-1]

@@ -97,19 +97,26 @@ def drift_level(
     return scale * max(DRIFT_LEVELS[str(compute.dtype)] for compute in computes)
 
 
-def check_drift(run: Run, log: RunLog, step: int, metrics: Mapping[str, float]) -> None:
-    """Raises RuntimeError in step 0, and prints a note in a later step, if the log-probabilities of
-    sampler and trainer differ by more than rounding explains. metrics: of the step."""
+def check_drift(
+    run: Run, log: RunLog, step: int, metrics: Mapping[str, float], *, is_new_run: bool
+) -> bool:
+    """Whether the step has computed log-probabilities of the trainer. If those of the sampler
+    differ by more than rounding explains, raises RuntimeError in a new run, whose weights are those
+    that it has read, and prints a note in a resumed one. metrics: of the step."""
+    if (name := "sampling_logp_difference/mean") not in metrics:
+        return False
     level = drift_level(run.cfg.filters_logps(), run.learner.compute, run.rollout.compute)
-    difference = metrics.get("sampling_logp_difference/mean", 0.0)
-    if difference > level:  # not NaN: the loss is not finite either, and a note says so
+    if (
+        difference := metrics[name]
+    ) > level:  # not NaN: the loss is not finite either, and a note says so
         drift = (
             f"for the same weights, log-probabilities of sampler and trainer differ by "
             f"{difference:.3g} nats on average; rounding explains at most {level:g}"
         )
-        if step == 0:
+        if is_new_run:
             raise RuntimeError(drift)
         log.print_line(f"note step={step}: {drift}")
+    return True
 
 
 def step_lines(step: Step, breakdown: bool) -> list[str]:

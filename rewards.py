@@ -29,6 +29,9 @@ inside <answer> </answer>. Use exactly this form:
 TAG_NAMES = ("think", "answer")
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 Rewards = list[float | None]  # a reward per completion; None: the function does not apply
+# Called with the completions and {column: values}. It may also have these attributes: reads_answer,
+# whether it needs the column `answer`; extract_answer(text), for maj@K; source, its name in errors;
+# prefetch, of its file; and those of reward_model: prepare, fingerprint, take_metrics.
 RewardFunction = Callable[..., Rewards]
 
 _MAX_NUMBER = 300  # the characters of the longest number that parse_number reads

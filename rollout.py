@@ -23,6 +23,7 @@ from loss import AdvantageConfig, equal_groups
 from model.layout import concatenate_trees, gather_processes, slice_of_process
 from model.network import ComputeConfig
 from model.next_token import Sampling
+from objectives import ESTIMATORS
 from rewards import RewardFunction, total_rewards
 from rows import Batch
 from sampling import Completions, Stopping
@@ -132,20 +133,33 @@ def begin_rewards(
 ) -> None:
     """Calls `prefetch` of the files of REWARD_FN with the completions of a pass, if they define it.
     Raises UserMistake."""
-    begins = {f.prefetch.__name__: f.prefetch for f in rollout.functions if hasattr(f, "prefetch")}
-    if begins and rollout.environments is None:  # else the worker is busy with them
-        weights = (0.0,) * len(begins)
-        begins_only = dataclasses.replace(
-            rollout, functions=[*begins.values()], reward_weights=weights
-        )
-        reward_completions(begins_only, prompts, completions)
+    calls = [f.prefetch for f in rollout.functions if hasattr(f, "prefetch")]
+    if calls and rollout.environments is None:  # else the worker is busy with them
+        texts, columns = reward_arguments(rollout, prompts, completions)
+        for prefetch in {call.__name__: call for call in calls}.values():  # one of each file
+            prefetch(texts, **columns)
 
 
 def reward_completions(
-    rollout: RolloutConfig, prompts: Sequence[data.Prompt], completions: Completions, *steps: int
+    rollout: RolloutConfig,
+    prompts: Sequence[data.Prompt],
+    completions: Completions,
+    step: int = 0,
+    max_steps: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The weighted total rewards [count] of the completions of these prompts, and the rewards of
-    each function [count, functions], both float64; NaN: none. steps: those taken, STEPS."""
+    each function [count, functions], both float64; NaN: none. step: steps taken, of max_steps."""
+    texts, columns = reward_arguments(rollout, prompts, completions)
+    columns["trainer_state"] = {"global_step": step, "max_steps": max_steps}
+    K = len(texts) // len(prompts)
+    return total_rewards(texts, columns, rollout.functions, rollout.reward_weights, K)
+
+
+def reward_arguments(
+    rollout: RolloutConfig, prompts: Sequence[data.Prompt], completions: Completions
+) -> tuple[list[str], dict[str, Any]]:
+    """The texts of the completions of these prompts, and {column: values} of the same lengths, as
+    reward functions get them."""
     texts = completion_texts(rollout, prompts, completions)
     K = len(texts) // len(prompts)
     columns: dict[str, Any] = {
@@ -154,10 +168,9 @@ def reward_completions(
     }
     ids, is_sampled = completions.completion_ids, completions.sampled_mask > 0
     columns["completion_ids"] = [x[mask].tolist() for x, mask in zip(ids, is_sampled, strict=True)]
-    columns["trainer_state"] = dict(zip(("global_step", "max_steps"), steps, strict=False))
     if rollout.environments is not None:
         columns["environments"] = completions.sequence_ids.tolist()
-    return total_rewards(texts, columns, rollout.functions, rollout.reward_weights, K)
+    return texts, columns
 
 
 # ---- The batch of all processes ------------------------------------------------------------------
@@ -192,17 +205,19 @@ def has_enough_groups(
 ) -> bool:
     """Whether a step has sampled enough rounds: max_rounds, or so many that P groups have rewards
     that differ. All processes know all rewards, and so agree."""
-    if not rounds or len(rounds) == max_rounds:
-        return bool(rounds)
+    if not rounds:
+        return False
+    if len(rounds) == max_rounds:
+        return True
     are_equal = have_equal_rewards(Batch.concatenate(rounds), advantage_config)  # [rounds * P]
     return bool((~are_equal).sum() >= len(rounds[0].prompts))
 
 
 def have_equal_rewards(batch: Batch, advantage_config: AdvantageConfig) -> np.ndarray:
-    """[P] bool: whether all rewards of a group are equal. For gdpo the rewards of each function
-    whose weight is not 0 have to be equal."""
+    """[P] bool: whether all rewards of a group are equal. If the estimator compares the rewards of
+    each function, those of each function whose weight is not 0 have to be equal."""
     is_compared = np.asarray(advantage_config.weights) != 0  # [functions]
-    by_function = advantage_config.estimator == "gdpo"
+    by_function = ESTIMATORS[advantage_config.estimator].by_function
     rewards = batch.function_rewards[:, is_compared] if by_function else batch.rewards
     return equal_groups(rewards, batch.completions_per_prompt())
 
@@ -217,9 +232,10 @@ def choose_groups(rounds: list[Batch], advantage_config: AdvantageConfig) -> Bat
         # A stable sort puts the groups whose rewards differ first.
         order = np.argsort(are_equal, kind="stable")
         batch = sampled.select_groups(np.sort(order[: len(batch.prompts)]))
-    if advantage_config.estimator == "maxrl" and (batch.rewards < 0).any():
+    estimator = advantage_config.estimator
+    if ESTIMATORS[estimator].needs_rewards_from_0 and (batch.rewards < 0).any():
         raise UserMistake(
-            f"ADV_ESTIMATOR=maxrl needs rewards of at least 0, and one is "
+            f"ADV_ESTIMATOR={estimator} needs rewards of at least 0, and one is "
             f"{np.nanmin(batch.rewards):g}; use another REWARD_FN or estimator"
         )
     return batch

@@ -117,16 +117,15 @@ class NaiveBackend:
             sampling=sampling,
             stopping=stopping,
         )._replace(prompt=map_kv(lambda x: x if isinstance(x, KV) else None, prefix))
-        del prefix  # The completions have copies of its states.
+        del prefix  # Only the keys and values stay; each completion has a copy of the states.
         parts = decode_all(
             self._weights, compute, decoding, sampling=sampling, stopping=stopping, drop=drop
         )
         arrays = concatenate_trees(parts)
         order = np.argsort(arrays["sequence_ids"])  # sequences were dropped in another order
         arrays = {name: x[order] for name, x in arrays.items()}
-        is_sampled = (
-            np.arange(stopping.max_length_sample) < arrays["lengths"][:, None]
-        )  # [count, T]
+        places = np.arange(stopping.max_length_sample)
+        is_sampled = places < arrays["lengths"][:, None]  # [count, T]
         return Completions(sampled_mask=is_sampled.astype(np.int32), **arrays)
 
     def release(self) -> None:
@@ -279,7 +278,7 @@ def begin_decoding(
     [B] int32. width: tokens of the caches.
     """
     layout, B, T = compute.layout, sequence_ids.shape[0], stopping.max_length_sample
-    K = B // len(prompt_ids)
+    per_prompt = B // len(prompt_ids)  # or fewer than K, if a prompt has several copies
     *_, prefix_mask = split_prefix(prompt_ids, prompt_mask)
     outputs = {
         "completion_ids": jnp.full((B, T), stopping.pad_id, jnp.int32),
@@ -294,8 +293,8 @@ def begin_decoding(
     per_sequence = {
         "sequence_ids": sequence_ids,
         "earlier_tokens": earlier_tokens,
-        "last_position": jnp.repeat(prompt_mask.sum(axis=1) - 1, K),
-        "token": jnp.repeat(prompt_ids[:, -1], K),
+        "last_position": jnp.repeat(prompt_mask.sum(axis=1) - 1, per_prompt),
+        "token": jnp.repeat(prompt_ids[:, -1], per_prompt),
         "done": earlier_tokens >= T,
         "outputs": outputs,
     }

@@ -24,7 +24,8 @@ This departs from the GRPO paper (arXiv 2402.03300) in five points, as most of t
     tokens that TOP_K, TOP_P and MIN_P drop in sampling have probability 0 in the loss too
     (SAMPLING_SUPPORT=full drops them in sampling only).
  5. old_logps are the trainer's own logps: each ratio of a step's first update is exactly 1. The
-    sampler's logps, which differ by rounding, enter the loss only by IS_MODE.
+    sampler's logps, which differ by rounding, enter the loss only by IS_MODE, with
+    OFF_POLICY_MASK_THRESHOLD, and as the anchor of the ratios of DPPO.
 """
 # ruff: noqa: E402 - settings are read and checked before jax is imported
 
@@ -100,7 +101,7 @@ def main(cfg: Config) -> None:
 
     # After SIGTERM, Ctrl-C or MAX_HOURS `ending` saves a checkpoint and ends the program.
     with contextlib.closing(backend), lifecycle.ending(save, evaluate_now, export_now):
-        first_step = lifecycle.progress.step
+        first_step, knows_drift = lifecycle.progress.step, False
         for step in range(first_step, cfg.steps + 1):
             # ---- Evaluation on held-out questions, then a checkpoint, which knows its score ------
             # Step 0 is the baseline; a resumed run first evaluates or saves what was still due.
@@ -145,9 +146,10 @@ def main(cfg: Config) -> None:
             # ---- Advantages: how much better each completion is than its group -------------------
             # DYNAMIC_SAMPLING prefers groups whose rewards differ.
             batch = choose_groups(rounds, advantage_config)
+            # [B] float64
             advantages = group_advantages(
-                batch.rewards, K, batch.function_rewards, **advantage_config._asdict()
-            )  # [B] float64
+                batch.rewards, K, advantage_config, batch.function_rewards
+            )
             # MASK_TRUNCATED_COMPLETIONS leaves completions that were cut off out of the loss.
             is_counted = batch.stopped | (not cfg.mask_truncated_completions)  # [B]
             mask = batch.completion_mask * is_counted[:, None]  # [B, T]
@@ -170,12 +172,13 @@ def main(cfg: Config) -> None:
                 metrics |= dynamic_sampling_metrics(rounds, advantage_config)
             metrics["learning_rate"] = lr
             log_step(run, log, Step(step, metrics, batch, rounds, clock))
-            if step == first_step:
-                check_drift(run, log, step, metrics)
+            if not knows_drift:  # until a step has computed a sequence
+                knows_drift = check_drift(run, log, step, metrics, is_new_run=first_step == 0)
             lifecycle.finish_step(len(rounds), nonfinite_metric(metrics))
 
         if cfg.eval_full_sweep:  # the last checkpoint is saved before this long evaluation
             evaluate_now(full=True)
+    # The sampler is closed: an engine's memory is free for the export.
     with lifecycle.ending(save, evaluate_now, export_now):
         lifecycle.finish(export_now)
 

@@ -154,8 +154,18 @@ def batch_of(demonstrations: list[Demonstration], T: int) -> Batch:
         ids[i, : lengths[i]], mask[i, : lengths[i]] = x.completion_ids, x.completion_mask
     logps = np.zeros((B, T), np.float32)  # placeholder: there is no sampler
     ones = np.ones(B)
-    arrays = ids, mask, lengths, logps, mask, ones > 0, ones, ones[:, None]
-    return Batch(demonstrations, *arrays, advantages=ones)
+    return Batch(
+        prompts=demonstrations,
+        completion_ids=ids,
+        completion_mask=mask,
+        lengths=lengths,
+        sampling_logps=logps,
+        sampled_mask=mask,
+        stopped=ones > 0,
+        rewards=ones,
+        function_rewards=ones[:, None],
+        advantages=ones,
+    )
 
 
 def evaluate_loss(run: Run, log: RunLog, params: Params, step: int, full: bool) -> float:

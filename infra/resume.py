@@ -4,6 +4,11 @@ A folder belongs to one run, which locks it, and which run.json in OUTPUT_DIR id
 checkpoint in the run's own folder always wins. RESUME is only read in an empty folder, where it
 begins a fork: a run with an id and records of its own, which saves a checkpoint before its first
 record and needs the other run no more.
+
+A resumed run: start (startup.py) calls begin_or_resume, which compares the fingerprint
+(fingerprint.py) and restores the newest checkpoint whose digests are right (checkpoint.py). Its
+Progress has the steps and rounds that are done, from which main goes on, and the lengths to which
+the .jsonl files are cut back.
 """
 
 import contextlib

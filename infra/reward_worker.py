@@ -138,10 +138,9 @@ def load_reward_function(
         extract_answer = functools.partial(worker.ask, answers, "extract_answer")
         rewards.__dict__["extract_answer"] = extract_answer
 
-    def prefetch(completions: list[str], /, **columns: list) -> list[float | None]:
-        """Lets the file begin what rewards will need; gives none."""
+    def prefetch(completions: list[str], /, **columns: list) -> None:
+        """Lets the file begin what rewards will need."""
         worker.ask(prefetch.__name__, "call", "prefetch", completions, columns)
-        return [None] * len(completions)
 
     prefetch.__name__ = label.removesuffix(name) + "prefetch"
     rewards.__dict__ |= {"prefetch": prefetch} if has_prefetch else {}

@@ -50,7 +50,9 @@ class Sizes(NamedTuple):
     global_batch: int  # B: sequences per step over all processes
     prompt_batch_size: int  # prompts per pass per process
     passes_per_step: int
-    micro_batch_size: int  # sequences of full length per micro-step per process
+    # Sequences of full length per micro-step per process. It bounds the slots of packed rows (see
+    # RowLimits.widest in rows.py), of which short sequences need fewer.
+    micro_batch_size: int
     grad_accum_steps: int  # the largest number of micro-steps of an update
     prompts_per_step: int  # P: prompts per step over all processes
     updates_per_step: int = 1  # NUM_MINI_BATCHES * PPO_EPOCHS

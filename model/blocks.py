@@ -48,10 +48,9 @@ def block_attention(
     if in_rounds and lists is None:  # Any query may see all keys before it.
         n = math.ceil(t / block_size)
         lists = np.tile(np.where(np.tri(n), np.arange(n), n).astype(np.int32), (X, 1, 1))
-    if in_rounds:
-        rows = rows._replace(window=(lists, *rows.window))
     shard = functools.partial(_blocks_shard, rows.S, cap, layout)
-    return on_each_device(shard, q, kv, rows, layout)
+    arrays = rows.segment_ids, rows.start, rows.window, lists if in_rounds else None
+    return on_each_device(shard, q, kv, layout, *arrays)
 
 
 def with_key_blocks(micro_steps: Sequence[Any], S: int, layout: Layout) -> Sequence[Any]:
@@ -90,12 +89,12 @@ def schedule(slots: int, layout: Layout) -> tuple[int, bool]:
 
 
 def on_each_device(
-    attend: Callable[..., jax.Array], q: jax.Array, kv: KV, rows: PackedRows, layout: Layout
+    attend: Callable[..., jax.Array], q: jax.Array, kv: KV, layout: Layout, *of_rows: Any
 ) -> jax.Array:
     """What attend computes of the rows and heads of each device: [X, t, H*h]. Rows are sharded
     over the batch axes, and heads over tp if it is not one of them. q: [X, t, H, h].
 
-    attend: a function as _blocks_shard is, after its first three arguments.
+    attend: gets q [X, H, t, h], k and v [X, N, t, h] and of_rows. of_rows: pytrees of [X, ...].
     """
     head_axis = None if "tp" in layout.batch_axes else "tp"
     k, v = kv.k.swapaxes(2, 3), kv.v  # [X, N, t, h]
@@ -105,11 +104,11 @@ def on_each_device(
     shard = jax.shard_map(
         attend,
         mesh=layout.mesh,
-        in_specs=(head_spec, head_spec, head_spec, batch, batch, *[batch for _ in rows.window]),
+        in_specs=(head_spec, head_spec, head_spec, *[batch for _ in of_rows]),
         out_specs=PartitionSpec(layout.batch_axes, None, head_axis),
         check_vma=False,
     )
-    return shard(q.swapaxes(1, 2), k, v, rows.segment_ids, rows.start, *rows.window)
+    return shard(q.swapaxes(1, 2), k, v, *of_rows)
 
 
 # ---- Blocks of queries and keys ------------------------------------------------------------------
@@ -124,14 +123,13 @@ def _blocks_shard(
     v: jax.Array,
     segment_ids: jax.Array,
     start: jax.Array,
-    *window: jax.Array,
+    window: tuple[jax.Array, ...],
+    lists: jax.Array | None,
 ) -> jax.Array:
     """Attention of the rows and heads of a device, in blocks: [X, t, H*h]. q: [X, H, t, h]. k, v:
-    [X, N, t, h]. segment_ids, start, window: [X, t] int32, of PackedRows; in rounds its key_blocks
-    precede the window."""
+    [X, N, t, h]. segment_ids, start, window: of PackedRows. lists: key_blocks, if in rounds."""
     (X, H, t, h), N = q.shape, k.shape[1]
-    block_size, in_rounds = schedule(t, layout)
-    lists, window = (window[0], window[1:]) if in_rounds else (None, window)
+    block_size, _ = schedule(t, layout)
     missing = -t % block_size
 
     def split(x: jax.Array, axis: int, padding: int = 0) -> jax.Array:

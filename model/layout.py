@@ -1,7 +1,11 @@
 """Device meshes with the axes (dp, fsdp, tp), and the transfer of arrays between hosts and devices.
 
-dp replicates the weights and splits the batch; fsdp splits the weights and the batch; tp splits the
-weights and the heads, within one host.
+tp stays within one host. What the axes split (of weights: param_table in params.py):
+
+        wq wk wv gate up    wo down    embed lm_head    the batch    heads and F of activations
+dp      -                   -          -                yes          -
+fsdp    inputs              inputs     D                yes          -
+tp      outputs             inputs     V                decoding     matmuls, attention of training
 """
 
 import math

@@ -365,5 +365,5 @@ def _window(model: ModelConfig, variant: jax.Array | None) -> jax.Array | None:
     """How many positions a token sees in a layer; None if no layer has a window."""
     if not model.has_windows():
         return None
-    windows = [variant.window or ALL_POSITIONS for variant in model.variants]  # at most two
-    return jnp.where(0 if variant is None else variant, windows[-1], windows[0])
+    windows = jnp.array([variant.window or ALL_POSITIONS for variant in model.variants])
+    return windows[0 if variant is None else variant]

@@ -47,7 +47,7 @@ def splash_attention(
     assert t <= MAX_ROW_TOKENS, f"the mask of a row of {t} slots does not fit into an int32"
     q = q * q.shape[-1] ** -0.5
     shard = functools.partial(_splash_shard, S, cap, interpret)
-    return on_each_device(shard, q, kv, rows, layout)
+    return on_each_device(shard, q, kv, layout, rows.segment_ids, rows.start)
 
 
 def _splash_shard(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loss import group_advantages
+from loss import AdvantageConfig, group_advantages
 
 GOLDENS = Path(__file__).parent / "goldens"
 TRL = json.loads((GOLDENS / "trl.json").read_text(encoding="utf-8"))
@@ -27,9 +27,9 @@ def advantages_of(function_rewards: np.ndarray, weights: Any, K: int, how: str) 
     rewards = np.nansum(function_rewards * weights, axis=1)
     rewards[np.isnan(function_rewards).all(axis=1)] = NAN
     if how in ("group", "batch", "none"):
-        return group_advantages(rewards, K, scale_rewards=how)
-    functions = {"function_rewards": function_rewards, "weights": weights} if how == "gdpo" else {}
-    return group_advantages(rewards, K, estimator=how, **functions)
+        return group_advantages(rewards, K, AdvantageConfig(scale_rewards=how))
+    config = AdvantageConfig(how, weights=weights)
+    return group_advantages(rewards, K, config, function_rewards if how == "gdpo" else None)
 
 
 @pytest.mark.parametrize(

@@ -415,6 +415,7 @@ NUM_MINI_BATCHES=2 LOSS_TYPE=gmpo EPS_LOW=0.4 -> LOSS_TYPE=gmpo was published wi
 LOSS_TYPE=dppo_tv -> LOSS_TYPE=dppo_tv drops no token with one update per step, and is then dapo
 NUM_MINI_BATCHES=2 LOSS_TYPE=gmpo EPS_LOW=0.4 EPS_HIGH=0.4 DELTA=3 -> DELTA=3.0 does nothing with LO
 NUM_MINI_BATCHES=2 LOSS_TYPE=vespo EPS_HIGH=0.3 -> EPS_HIGH=0.3 does nothing with LOSS_TYPE=vespo
+BATCH_SIZE=4 MODEL_PATH=m LOSS_TYPE=sapo EPS_LOW=0.1 -> EPS_LOW=0.1 does nothing with LOSS_TYPE=sapo
 OFF_POLICY_MASK_THRESHOLD=0.5 -> OFF_POLICY_MASK_THRESHOLD=0.5 does nothing with one update per step
 BATCH_SIZE=4 MODEL_PATH=m OVERLONG_CACHE=3 -> OVERLONG_CACHE=3 does nothing with REWARD_FN=
 BATCH_SIZE=4 MODEL_PATH=m REWARD_FN=a.py:f ANSWER_TAGS=a,b -> ANSWER_TAGS=a,b: the prompt asks for

@@ -231,7 +231,8 @@ def test_the_drift_that_rounding_explains_depends_on_the_dtypes() -> None:
         learner, rollout = SimpleNamespace(compute=learner), SimpleNamespace(compute=rollout)
         run = SimpleNamespace(cfg=cfg, learner=learner, rollout=rollout)
         metrics = {} if nats is None else {"sampling_logp_difference/mean": nats}
-        check_drift(run, SimpleNamespace(print_line=lines.append), 1, metrics)
+        log = SimpleNamespace(print_line=lines.append)
+        assert check_drift(run, log, 1, metrics, is_new_run=False) == (nats is not None)
         return "".join(lines)
 
     training = ComputeConfig(MODEL, FLOAT32, None)
@@ -256,18 +257,27 @@ runpy.run_path("train_grpo.py", run_name="__main__")
 
 
 @pytest.mark.slow
-def test_drift_ends_a_run_in_its_first_step_and_is_told_in_a_resumed_one(tmp_path: Path) -> None:
+def test_drift_ends_a_run_once_a_step_has_a_gradient_and_is_told_in_a_resumed_one(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "late.py").write_text(
+        "def late(completions, trainer_state, **columns):\n"
+        "    return [i % 2 * trainer_state['global_step'] for i in range(len(completions))]\n"
+    )
     settings = environment("BATCH_SIZE=2 NUM_PRE_Q=4 SAVE_EVERY_STEPS=1 EVAL_EVERY_STEPS=0")
+    settings["REWARD_FN"] = f"{tmp_path}/late.py:late"  # all are 0 in step 0
 
     def run(steps: int, *command: str) -> subprocess.CompletedProcess:
         env = os.environ | FASTER_TO_COMPILE | settings
-        env |= {"STEPS": str(steps), "OUTPUT_DIR": str(tmp_path), "LR_DECAY_STEPS": "2"}
+        env |= {"STEPS": str(steps), "OUTPUT_DIR": str(tmp_path / "run"), "LR_DECAY_STEPS": "2"}
         return subprocess.run(
             [sys.executable, *command], cwd=REPO, env=env, capture_output=True, text=True
         )
 
     ended = run(2, "-c", DRIFTING)
     assert ended.returncode == 1 and "rounding explains at most -1" in ended.stderr
+    assert "\nstep=1 loss=" in ended.stdout
+    shutil.rmtree(tmp_path / "run")
     assert run(1, "train_grpo.py").returncode == 0
     resumed = run(2, "-c", DRIFTING)
     assert resumed.returncode == 0, resumed.stderr

@@ -14,7 +14,7 @@ import pytest
 
 import rewards
 from infra.mistakes import UserMistake
-from loss import group_advantages
+from loss import AdvantageConfig, group_advantages
 from rewards import (
     BUILT_IN,
     load_reward_functions,
@@ -468,9 +468,8 @@ def test_a_missing_verdict_is_no_wrong_answer_to_any_estimator() -> None:
     functions, weights = [judge, rewards.reward_format], (1.0, 0.2)
     totals, parts = total_rewards(["<think>"] * 4, {}, functions, weights)
     for name in ("grpo", "rloo", "reinforce", "reinforce++", "gdpo"):
-        advantages = group_advantages(
-            totals, 4, function_rewards=parts, estimator=name, weights=weights
-        )
+        config = AdvantageConfig(name, weights=weights)
+        advantages = group_advantages(totals, 4, config, parts)
         assert advantages[2] == 0 and advantages[0] == advantages[1] > 0 > advantages[3]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from small_model import batch_of, counts_by_hand, in_rows, train_layout, write_folder
 
-from loss import Objective, group_advantages
+from loss import AdvantageConfig, Objective, group_advantages
 from model import hf
 from model.layout import shard_batch
 from model.network import ComputeConfig
@@ -66,7 +66,7 @@ def batch_near(model: Any) -> Batch:
         with torch.no_grad():
             logps = torch_logps(model, PROMPTS[i // K], ids[i, :n].tolist()).numpy()
         old[i, :n], ref[i, :n] = (logps + scale * rng.normal(size=n) for scale in (0.3, 0.5))
-    advantages = np.float32(group_advantages(np.array(REWARDS), K))
+    advantages = np.float32(group_advantages(np.array(REWARDS), K, AdvantageConfig()))
     return batch_of(PROMPTS, ids, mask, old, advantages, old, ref)  # the sampler's logps are old
 
 

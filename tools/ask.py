@@ -110,7 +110,7 @@ def ask(cfg: Config, example: dict[str, Any]) -> tuple[str, list[str]]:
     functions = [noting_mistake(function, mistakes) for function in run.rollout.functions]
     if "answer" not in example:
         functions = [x for x in functions if x.__name__ == "reward_model" and not x.reads_answer]
-    weights = run.rollout.reward_weights[: len(functions)]
+    weights = (1.0,) * len(functions)  # the total is not shown
     run = replace(run, rollout=replace(run.rollout, functions=functions, reward_weights=weights))
     with contextlib.closing(make_backend(run)) as backend:
         params, step = load_weights(run)

@@ -434,10 +434,8 @@ def print_uneven_head(prompts: list[Prompt], limit: int, split: str) -> None:
             missing = sum(value not in seen for value in values)
             if 10 * len(distinct) <= limit and 2 * missing >= len(values):
                 reason = f"have {len(seen)} of the {len(distinct)} values of column {name!r}"
-                text = (
-                    f"the first {limit} of {len(values)} {split} examples (EVAL_PROMPTS) {reason}"
-                )
-                print(f"note: {text}; shuffle the split, or set EVAL_PROMPTS=0", flush=True)
+                first = f"the first {limit} of {len(values)} {split} examples (EVAL_PROMPTS)"
+                print(f"note: {first} {reason}; shuffle them, or set EVAL_PROMPTS=0", flush=True)
 
 
 def pad_prompts(prompts: list[list[int]], width: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:

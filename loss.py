@@ -203,10 +203,10 @@ def policy_loss(
     entropy: [B, T] nats (if entropy_coef > 0). advantages: [B], or [B, T] of tokens. mask: [B, T],
     1 on the tokens that count, with the stop token; where it is 0, the others may hold anything.
     top_mask: [B, T], 1 on tokens with a policy loss and an entropy bonus; the KL is of all tokens.
-    num_tokens, num_sequences, num_top_tokens: mask.sum(), the number of sequences (including those
-    whose mask is 0 everywhere) and (mask * top_mask).sum() of the ENTIRE update. The last two may
-    be None if this micro-batch is the entire update. num_top_tokens divides only the entropy bonus;
-    the other sums are divided by the counts of all tokens, also with a top_mask.
+    num_tokens, num_sequences, num_top_tokens: loss_counts of the ENTIRE update: mask.sum(), the
+    number of sequences (including those whose mask is 0 everywhere) and (mask * top_mask).sum(). The
+    last two may be None if this micro-batch is the entire update. num_top_tokens divides only the
+    entropy bonus; the other sums are divided by the counts of all tokens, also with a top_mask.
     Raises ValueError for an unknown name, other shapes, and dr_grpo without max_length_sample.
     Source: objectives.py; the off-policy mask, arXiv 2512.02556 eq. 9; TRL; verl for DPPO.
     """
@@ -248,7 +248,6 @@ def policy_loss(
         kl = _kl(objective, jnp.where(mask, ref_logps - logps, 0.0), ratio)  # [B, T]
         metrics["kl"] = token_mean(kl)
         loss = loss + objective.beta * kl
-    # The counts are those of update.loss_counts, of the entire update.
     divisor = {
         "token-mean": num_tokens,
         "seq-mean-token-mean": sequence_tokens * num_sequences,

@@ -158,8 +158,7 @@ def reward_completions(
 def reward_arguments(
     rollout: RolloutConfig, prompts: Sequence[data.Prompt], completions: Completions
 ) -> tuple[list[str], dict[str, Any]]:
-    """The texts of the completions of these prompts, and {column: values} of the same lengths, as
-    reward functions get them."""
+    """The texts of these completions and {column: values}, as reward functions get them."""
     texts = completion_texts(rollout, prompts, completions)
     K = len(texts) // len(prompts)
     columns: dict[str, Any] = {
@@ -205,10 +204,8 @@ def has_enough_groups(
 ) -> bool:
     """Whether a step has sampled enough rounds: max_rounds, or so many that P groups have rewards
     that differ. All processes know all rewards, and so agree."""
-    if not rounds:
-        return False
-    if len(rounds) == max_rounds:
-        return True
+    if not rounds or len(rounds) == max_rounds:
+        return bool(rounds)
     are_equal = have_equal_rewards(Batch.concatenate(rounds), advantage_config)  # [rounds * P]
     return bool((~are_equal).sum() >= len(rounds[0].prompts))
 
@@ -232,10 +229,9 @@ def choose_groups(rounds: list[Batch], advantage_config: AdvantageConfig) -> Bat
         # A stable sort puts the groups whose rewards differ first.
         order = np.argsort(are_equal, kind="stable")
         batch = sampled.select_groups(np.sort(order[: len(batch.prompts)]))
-    estimator = advantage_config.estimator
-    if ESTIMATORS[estimator].needs_rewards_from_0 and (batch.rewards < 0).any():
+    if ESTIMATORS[advantage_config.estimator].needs_rewards_from_0 and (batch.rewards < 0).any():
         raise UserMistake(
-            f"ADV_ESTIMATOR={estimator} needs rewards of at least 0, and one is "
+            f"ADV_ESTIMATOR={advantage_config.estimator} needs rewards of at least 0, and one is "
             f"{np.nanmin(batch.rewards):g}; use another REWARD_FN or estimator"
         )
     return batch

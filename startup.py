@@ -354,10 +354,8 @@ def find_stop_ids(folder: Path, chat_format: ChatFormat, vocab_size: int) -> tup
         return tuple(sorted((*named, end)))
     if end is None and (text := text_after_answer(chat_format)):
         ends = ", ".join(tokenizer.decode([i]) for i in named)
-        reason = (
-            f"ends an answer with {text!r:.40}, which is no token, and sampling stops at {ends}"
-        )
-        print(f"note: the chat template {reason}; the model may write it and go on", flush=True)
+        reason = f"{text!r:.40}, which is no token: the model may write it and go on"
+        print(f"note: the chat template ends an answer with {reason} until {ends}", flush=True)
     return named
 
 
@@ -680,9 +678,7 @@ def export(run: Run, out: Path, params: Params, is_done: bool = True) -> None:
                     merged, share = lora.merge_adapters(params, model.lora)
                 if share < ROUNDED_AWAY:
                     changes = f"changes {share:.2%} of the numbers of the adapted matrices"
-                    reason = (
-                        f"{dtype} rounds smaller changes away, which EXPORT_LORA=adapters keeps"
-                    )
+                    reason = f"{dtype} rounds the others away; EXPORT_LORA=adapters keeps them"
                     print(f"note: EXPORT_LORA=merged {changes}; {reason}", flush=True)
                 tensors = hf.hf_tensors(merged, model, dtype)
             hf.save_model(

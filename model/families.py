@@ -299,9 +299,7 @@ def older_rope_keys(values: dict[str, Any]) -> dict[str, Any]:
     does not know these, and takes its defaults without a warning."""
     parameters = values.get("rope_parameters") or {}
     rope, local = parameters.get(FULL, parameters), parameters.get(LOCAL, {})
-    if (
-        "rope_theta" not in rope or "mrope_section" in rope
-    ):  # Qwen3.5, which it does not know either
+    if "rope_theta" not in rope or "mrope_section" in rope:  # it does not know Qwen3.5 either
         return {}
     keys = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
     scaling = {key: x for key, x in rope.items() if key not in keys}

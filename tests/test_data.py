@@ -993,7 +993,7 @@ def test_a_split_that_is_sorted_so_that_evaluations_see_a_part_of_it_gets_a_line
     examples = [{"question": f"{i}+{i}?", "subject": x} for i, x in enumerate(subjects)]
     print_uneven_head([Prompt([1], example) for example in examples], limit, "test")
     head = f"note: the first {limit} of 70 test examples (EVAL_PROMPTS) have {note} of column"
-    line = f"{head} 'subject'; shuffle the split, or set EVAL_PROMPTS=0\n"
+    line = f"{head} 'subject'; shuffle them, or set EVAL_PROMPTS=0\n"
     assert capsys.readouterr().out == (line if note else "")
 
 

@@ -562,8 +562,8 @@ def test_an_end_of_an_answer_that_is_no_token_gets_a_line(end: str, says: str, c
         f"{{% for m in messages %}}{{{{ m.content + '{end}' }}}}{{% endfor %}}"
     )
     assert find_stop_ids(REPO / "tiny", ChatFormat(tokenizer, []), 576) == (2,)
-    reason = f"{says}, which is no token, and sampling stops at <|im_end|>; the model may write it"
-    line = f"note: the chat template ends an answer with {reason} and go on\n"
+    reason = f"{says}, which is no token: the model may write it and go on until <|im_end|>"
+    line = f"note: the chat template ends an answer with {reason}\n"
     assert capsys.readouterr().out == (line if says else "")
 
 

@@ -191,9 +191,11 @@ def fewest_prompts(completions_per_prompt: int, local_devices: int) -> int:
 def eval_questions(
     sizes: Sizes, completions_per_prompt: int, eval_samples: int, local_devices: int
 ) -> int:
-    """Questions per evaluation pass per process, with about as many sequences as a rollout pass."""
+    """Questions per evaluation pass per process: the most whose sequences fill the local devices
+    evenly and are no more than those of a rollout pass, or the fewest that fill the devices."""
     sequences = sizes.prompt_batch_size * completions_per_prompt
-    return local_devices * max(1, sequences // (eval_samples * local_devices))
+    fewest = fewest_prompts(eval_samples, local_devices)
+    return fewest * max(1, sequences // (eval_samples * fewest))
 
 
 def size_setting(

@@ -6,7 +6,7 @@ import pytest
 from config import Config
 from data import pad_prompts
 from infra.mistakes import UserMistake
-from infra.sizes import Sizes, bucket_length, derive_sizes, prompt_width
+from infra.sizes import Sizes, bucket_length, derive_sizes, eval_questions, prompt_width
 
 # Sizes(local_batch, global_batch, prompt_batch_size, passes_per_step, micro_batch_size,
 #       grad_accum_steps, prompts_per_step)
@@ -81,6 +81,26 @@ def test_two_settings_of_one_size_that_disagree_are_an_error() -> None:
         sizes("1x1", f"{REAL} ROLLOUT_BATCH_SIZE=64 ROLLOUT_GLOBAL_BATCH_SIZE=16")
     with pytest.raises(UserMistake, match="^GRAD_ACCUM_STEPS=3 contradicts local_batch = .* = 4;"):
         sizes("1x1", f"{REAL} BATCH_SIZE=2 TRAIN_MICRO_BATCH_SIZE=4 GRAD_ACCUM_STEPS=3")
+
+
+# Local devices, prompts of a pass with NUM_PRE_Q=8, EVAL_SAMPLES -> the questions of a pass.
+EVAL_PASSES = [
+    (8, 16, 1, 128),  # 128 sequences, as in a rollout pass
+    (8, 1, 8, 1),  # a pass of one prompt already fills the devices
+    (8, 3, 8, 3),  # --probe samples as training does
+    (8, 16, 6, 20),  # 4 questions fill the devices: 120 of 128 sequences
+    (8, 1, 3, 8),  # fewer than 8 do not fill them
+    (6, 3, 8, 3),
+    (1, 4, 64, 1),
+]
+
+
+@pytest.mark.parametrize("devices, prompts, eval_samples, questions", EVAL_PASSES)
+def test_an_evaluation_pass_has_as_many_sequences_as_a_rollout_pass_or_the_fewest_that_fit(
+    devices: int, prompts: int, eval_samples: int, questions: int
+) -> None:
+    made = sizes(f"1x{devices}", f"{REAL} BATCH_SIZE={prompts} NUM_PRE_Q=8")
+    assert eval_questions(made, 8, eval_samples, devices) == questions
 
 
 # ---- Padded lengths ------------------------------------------------------------------------------

@@ -164,6 +164,28 @@ def test_the_cells_run_in_their_order_and_train_and_show_the_reports(tmp_path: P
     assert printed["has-jax"] == "False\n"  # it would take the memory of the GPU
 
 
+@pytest.mark.parametrize("kept", [(), ("demo",), ("tiny",), ("demo", "tiny"), ("tiny.part",)])
+def test_section_6_copies_each_saved_run_that_the_folder_does_not_have(
+    tmp_path: Path, kept: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """kept: the runs in the folder, which an earlier session or an earlier cell has written; .part
+    is of a copy that was interrupted."""
+    saved, here = tmp_path / "input/mine/grpo_runs", tmp_path / "working/grpo_runs"
+    here.parent.mkdir(parents=True)
+    for folder in (*(saved / name for name in ("demo", "tiny")), *(here / name for name in kept)):
+        (folder / "checkpoints").mkdir(parents=True)
+        (folder / "run.json").write_text(folder.parent.parent.name)
+    exec(CODE["keep"].replace('"/kaggle/', f'"{tmp_path}/'), {"Path": Path, "shutil": shutil})
+    assert {file.parent.name: file.read_text() for file in here.glob("*/run.json")} == {
+        name: "working" if name in kept else "mine" for name in ("demo", "tiny")
+    }
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" exists,")[0] for line in lines[:-1]] == [
+        str(here / name) if name in kept else f"Copied {saved / name}" for name in ("demo", "tiny")
+    ]
+    assert (here / "tiny/checkpoints").is_dir()
+
+
 @pytest.mark.slow
 def test_a_session_ends_in_time_and_the_next_goes_on_from_its_saved_output(tmp_path: Path) -> None:
     """What a version of a notebook of Kaggle has saved is an input of its next version."""
@@ -188,7 +210,7 @@ def test_a_session_ends_in_time_and_the_next_goes_on_from_its_saved_output(tmp_p
     shutil.move(kept, saved)
     goes_on = [*begin, "session-recipe", "session-train"]
     printed = printed_by(execute(second, goes_on, **env | {"STEPS": str(steps + 2)}))
-    assert printed["keep"].startswith(f"Copied {saved}\n")
+    assert printed["keep"].startswith(f"Copied {saved}/tiny\n")
     assert f"\nDONE: steps={steps + 2} " in printed["session-train"]
     numbers = [int(number) for number in re.findall(r"^step=(\d+)", printed["session-train"], re.M)]
     assert numbers == [steps, steps + 1]

@@ -10,6 +10,7 @@ import functools
 import json
 import math
 import operator
+import shutil
 import tempfile
 import zlib
 from collections.abc import Iterable, Sequence
@@ -521,6 +522,45 @@ def write_folder(folder: Path, family: str) -> Path:
     """Writes a folder of the family that is complete except for a tokenizer; returns it."""
     write_config(folder, FAMILIES[family])
     save_file(tensors(FAMILIES[family]), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+# The chat templates of Gemma 2 and 3, with the tags of the tokenizer in tiny/. The first refuses a
+# system message, the second writes it before the first question. Both refuse two messages of one
+# role after each other, and all roles but these.
+GEMMA_TURNS = """{% for message in loop_messages -%}
+{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
+{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+{%- endif -%}
+{% set role = 'model' if message['role'] == 'assistant' else message['role'] -%}
+{{ '<|im_start|>' + role + '\n' + (first_user_prefix if loop.first else '') -}}
+{{ message['content'] | trim }}{{ '<|im_end|>\n' }}
+{%- endfor -%}
+{% if add_generation_prompt -%}{{ '<|im_start|>model\n' }}{%- endif -%}
+"""
+GEMMA_TEMPLATES = {
+    "gemma2": """{% if messages[0]['role'] == 'system' -%}
+{{ raise_exception('System role not supported') }}{%- endif -%}
+{% set loop_messages = messages -%}{% set first_user_prefix = '' -%}
+""",
+    "gemma3": """{% if messages[0]['role'] == 'system' -%}
+{% set first_user_prefix = messages[0]['content'] + '\n\n' -%}
+{% set loop_messages = messages[1:] -%}
+{% else -%}{% set first_user_prefix = '' -%}{% set loop_messages = messages -%}{%- endif -%}
+""",
+}
+GEMMA_TEMPLATES = {family: text + GEMMA_TURNS for family, text in GEMMA_TEMPLATES.items()}
+
+
+def write_gemma(folder: Path, family: str) -> Path:
+    """Writes a folder of the family with its chat template and the tokenizer in tiny/."""
+    shutil.copytree(
+        REPO / "tiny", folder, ignore=shutil.ignore_patterns("*.safetensors", "*.jsonl")
+    )
+    config = FAMILIES[family] | {"vocab_size": 576}
+    write_config(folder, config)
+    save_file(tensors(config), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "chat_template.jinja").write_text(GEMMA_TEMPLATES[family])
     return folder
 
 

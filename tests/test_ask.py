@@ -4,15 +4,22 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from runs import REPO, Result, few_examples, run_as_user
+from small_model import GEMMA_TEMPLATES, train_layout, write_gemma
 
 from config import Config
 from infra.checkpoint import Checkpoints, Progress
 from infra.mistakes import UserMistake
+from model import hf
+from model.attention import prompt_rows
+from model.network import ComputeConfig, forward
+from model.params import arrange_layers
 from rewards import SYSTEM_PROMPT
-from tools.ask import find_weights
+from tools.ask import ask, find_weights
 
 APPLES = "Grace had 22 apples, lost 7 and then found 3. How many apples does Grace have now?"
 GREEDY = "<think>22-7=25, 25+3=28</think>\n<answer>28</answer>"  # of the tiny model
@@ -142,6 +149,34 @@ def test_ask_shows_the_answer_also_if_a_reward_needs_a_column_that_it_does_not_h
     first, second = rewards.splitlines()
     assert shown and first.startswith(reason) and f"'{missing}'" in first
     assert second == "reward_correct 1"
+
+
+@pytest.mark.parametrize("family", GEMMA_TEMPLATES)
+def test_a_gemma_hears_the_system_prompt_and_answers_with_the_argmax_of_one_forward(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str
+) -> None:
+    """The prompt is written here. It is longer than the windows of 16 tokens."""
+    folder = write_gemma(tmp_path / family, family)
+    env = {"MODEL_PATH": str(folder), "MAX_LENGTH_SAMPLE": "20", "STEPS": "0", "DTYPE": "float32"}
+    text, rewards = ask(Config.from_env(env), {"question": APPLES, "answer": "18"})
+    no_role = "note: the chat template has no system role; system messages are prepended to"
+    assert (no_role in capsys.readouterr().out) == (family == "gemma2")
+    assert rewards[0] == "reward_correct 0"
+    model, tokenizer = hf.read_config(folder), hf.load_tokenizer(folder)
+    compute = ComputeConfig(model, jnp.dtype("float32"), train_layout(1, 1, 1))
+    params = hf.load_params(folder, model, compute.layout.mesh, jnp.float32)
+    layers = arrange_layers(params, "scan", compute.dtype)
+    prompt = f"<|im_start|>user\n{SYSTEM_PROMPT}\n\n{APPLES}<|im_end|>\n<|im_start|>model\n"
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    end = len(ids)
+    run = jax.jit(lambda x, at, mask: forward(layers, compute, x, at, prompt_rows(mask))[0])
+    positions, mask = np.arange(end + 20)[None], np.ones((1, end + 20), bool)
+    while len(ids) < end + 20 and ids[-1] != 2:
+        padded = np.array([ids + [0] * (end + 20 - len(ids))])
+        hidden = run(padded, positions, mask)[0, len(ids) - 1]
+        ids.append(int((hidden @ params.embed.T).argmax()))  # a softcap keeps the order
+    answer = ids[end:-1] if ids[-1] == 2 else ids[end:]
+    assert text == tokenizer.decode(answer) and len({*answer}) > 2
 
 
 def test_ask_takes_a_list_of_messages_whose_system_message_replaces_the_default_one(

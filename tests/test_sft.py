@@ -13,6 +13,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ from runs import (
     wait_for,
 )
 from safetensors.numpy import save_file
-from small_model import train_layout
+from small_model import GEMMA_TEMPLATES, train_layout, write_gemma
 from test_hf import refused
 from tokenizers.normalizers import Prepend
 
@@ -42,7 +43,10 @@ from fingerprint import result_fingerprint
 from infra.resume import describe_changes
 from loss import Objective
 from model import hf
-from model.network import ComputeConfig
+from model.attention import prompt_rows
+from model.logps import softcap
+from model.network import ComputeConfig, forward
+from model.params import arrange_layers
 from optimizer import Optimizer, init_state
 from rows import RowLimits
 from run import Run
@@ -169,6 +173,23 @@ def test_every_turn_of_a_conversation_is_learnt_with_its_stop_token_and_no_line_
     made = learnt(chat(PENS, SHORT, MORE, LONG, "Thanks."), template=template)
     assert made.ids == ASKED and made.completion_ids == SHORT_IDS + BETWEEN + LONG_IDS
     assert made.completion_mask == [1] * 4 + [0] * len(BETWEEN) + [1] * 13
+
+
+@pytest.mark.parametrize("template", GEMMA_TEMPLATES.values(), ids=GEMMA_TEMPLATES)
+def test_with_gemma_s_templates_a_system_message_stands_before_the_first_question(
+    template: str,
+) -> None:
+    """Their role of the assistant is `model`, and they trim texts, as a sampler would not."""
+    system = {"role": "system", "content": "Be brief."}
+    made = learnt([system, *chat(PENS, SHORT, f" {MORE}", f"\n{LONG} ")], template=template)
+    decode, mask = hf.load_tokenizer(REPO / "tiny").decode, np.array(made.completion_mask)
+    asked = f"<|im_start|>user\nBe brief.\n\n{PENS}<|im_end|>\n<|im_start|>model\n"
+    assert decode(made.ids) == asked
+    assert np.array(made.completion_ids)[mask == 1].tolist() == SHORT_IDS + LONG_IDS
+    between = f"\n<|im_start|>user\n{MORE}<|im_end|>\n<|im_start|>model\n"
+    assert decode(np.array(made.completion_ids)[mask == 0]) == between
+    with_tool = [*chat(PENS, SHORT), {"role": "tool", "content": "7"}, chat(PENS, LONG)[1]]
+    refused(lambda: learnt(with_tool, template=template), "Conversation roles must alternate")
 
 
 def test_of_a_question_with_a_completion_the_completion_alone_is_learnt() -> None:
@@ -457,9 +478,17 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def test_micro_batches_packing_and_meshes_do_not_change_an_update(conversations: Path) -> None:
-    """Also if a row is wide enough for several conversations, and a device gets none."""
+@pytest.mark.parametrize(
+    "family", ["qwen2", "gemma2", pytest.param("gemma3", marks=pytest.mark.slow)]
+)
+def test_micro_batches_packing_and_meshes_do_not_change_an_update(
+    family: str, conversations: Path, tmp_path: Path
+) -> None:
+    """Also if a row is wide enough for several conversations, and a device gets none. The loss is
+    that of a forward of each conversation alone, with Gemma's windows of 16 tokens and softcaps."""
     given = {"DATASET": str(conversations), "COMPLETION_COLUMN": "", "MAX_LENGTH_SAMPLE": "256"}
+    if family in GEMMA_TEMPLATES:
+        given["MODEL_PATH"] = str(write_gemma(tmp_path / family, family))
     found = []
     for text in ("8,1,1 TRAIN_MICRO_BATCH_SIZE=16", "2,2,2 TRAIN_MICRO_BATCH_SIZE=8", "1,1,1"):
         mesh, *others = text.split()
@@ -479,6 +508,18 @@ def test_micro_batches_packing_and_meshes_do_not_change_an_update(conversations:
         found.append({name: metrics[name] for name in ("loss", "grad_norm", "param_norm")})
     assert found[0] == pytest.approx(found[2], rel=1e-5)
     assert found[1] == pytest.approx(found[2], rel=1e-5)
+    params = hf.load_params(run.folder, model, mesh, jnp.float32)
+    layers, losses = arrange_layers(params, "scan", compute.dtype), []
+    at, everywhere = np.arange(512)[None], np.ones((1, 512), bool)
+    hidden_of = jax.jit(lambda ids: forward(layers, compute, ids, at, prompt_rows(everywhere))[0])
+    for made in run.train_prompts[:16]:  # each alone, padded behind its end
+        ids = [*made.ids, *made.completion_ids]
+        hidden = hidden_of(np.array([ids + [0] * (512 - len(ids))]))[0, len(made.ids) - 1 :]
+        logps = jax.nn.log_softmax(softcap(hidden @ params.embed.T, model.logits_softcap))
+        logps = np.asarray(logps)[np.arange(len(made.completion_ids)), made.completion_ids]
+        losses += [-logps[np.array(made.completion_mask) == 1]]
+    expected = float(np.concatenate(losses).mean())
+    assert found[2]["loss"] == pytest.approx(expected, rel=1e-5)
 
 
 # ---- Settings ------------------------------------------------------------------------------------

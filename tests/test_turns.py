@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from games import Echo
 from runs import REPO, environment, few_examples, run_as_user, train
-from small_model import NEVER, PAD, PROMPTS, QWEN2, layout, weights
+from small_model import GEMMA_TEMPLATES, NEVER, PAD, PROMPTS, QWEN2, layout, weights
 from test_ask import APPLES
 from test_mistakes import mistake_of
 from test_replay_by_hand import (
@@ -44,8 +44,10 @@ from extras.turns import TurnEnvironments, tool_calls
 from infra.log import Clock
 from infra.mistakes import UserMistake
 from infra.sizes import turn_batch_size, turn_width
+from model import families
 from model.network import ComputeConfig
 from model.next_token import Sampling
+from model.params import ModelConfig, Rope, Variant, param_table
 from rollout import complete, gather_batch, prompts_of_round, reward_completions
 from rows import Batch
 from run import Run
@@ -190,6 +192,21 @@ def test_a_dialogue_of_three_turns_is_the_drawn_tokens_and_messages_that_do_not_
     assert batch.stopped.tolist() == [True] and batch.rewards.tolist() == [1.0]
 
 
+@pytest.mark.parametrize("template", GEMMA_TEMPLATES.values(), ids=GEMMA_TEMPLATES)
+def test_the_messages_of_a_dialogue_are_those_of_gemma_s_template(
+    template: str, tmp_path: Path
+) -> None:
+    """The system message stands before the question, and roles other than these are refused."""
+    (file := tmp_path / "gemma.jinja").write_text(template)
+    found = talk(run_of("Higher", CHAT_TEMPLATE=str(file)), [["40<|im_end|>", "33<|im_end|>"]])
+    opening = "<|im_end|>\n<|im_start|>model\n"
+    assert text_of(found.prompts[0].ids) == f"<|im_start|>user\nAdd.\n\nGuess.{opening}"
+    message = f"\n<|im_start|>user\nIt is lower.{opening}"
+    assert found.parts(0) == [(1, "40<|im_end|>"), (0, message), (1, "33<|im_end|>")]
+    told = mistake_of(ENVIRONMENT_CLASS=f"{GAMES}:Calculator", CHAT_TEMPLATE=str(file))
+    assert "has tools, and the chat template does not tell the model to call them" in told
+
+
 def test_passes_of_later_turns_have_few_sizes_and_widths() -> None:
     """32 sequences of a pass on 4 devices; 12 cannot be halved twice among them."""
     sizes = [turn_batch_size(count, 32, 4) for count in (0, 1, 8, 9, 16, 17, 32, 99)]
@@ -235,14 +252,28 @@ def test_two_calls_of_a_turn_are_answered_together_and_a_turn_without_a_call_end
 # ---- Draws of later turns ------------------------------------------------------------------------
 
 
-def test_a_later_turn_draws_what_the_completion_would_have_drawn_at_these_places() -> None:
+# Tokens of local layers see four, which is less than the prompts with their completions have.
+LOCAL = dict(tied=True, qkv_bias=False, layer_variants=(1, 0, 1), **families.GEMMA)
+LOCAL["variants"] = Variant(Rope(100.0, factor=8.0)), Variant(Rope(30.0), window=4)
+GEMMA = dataclasses.replace(QWEN2, **LOCAL)
+CAPS = {"qk_norm": False, "attention_softcap": 0.5, "logits_softcap": 3.0}
+MODELS = {"qwen2": QWEN2, "gemma3": GEMMA, "gemma2": dataclasses.replace(GEMMA, **CAPS)}
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_a_later_turn_draws_what_the_completion_would_have_drawn_at_these_places(
+    model: ModelConfig,
+) -> None:
     """The random numbers of a token follow from its place in the completion, and twelve tokens are
     the room for all turns, on four devices. Sequences without room draw nothing."""
     key, sampling = jax.random.key(5), Sampling(0.7, top_k=9, record_support=True)
     ids = np.arange(8, dtype=np.int32)
-    compute = ComputeConfig(QWEN2, jnp.dtype("float32"), layout(2, 1, 2))
+    compute = ComputeConfig(model, jnp.dtype("float32"), layout(2, 1, 2))
+    rng = np.random.default_rng(0)
     backend = NaiveBackend(compute, Stopping(12, (NEVER,), PAD), True)
-    backend.update_weights(jax.tree.map(np.float32, weights()))
+    params = jax.tree.map(lambda leaf: 0.4 * rng.standard_normal(leaf.shape), param_table(model))
+    params = weights() if model is QWEN2 else params
+    backend.update_weights(jax.tree.map(np.float32, params))
     whole = backend.generate(*pad_prompts(PROMPTS, 9, PAD), ids, key, sampling)
     assert whole.lengths.tolist() == [12] * 8
     earlier = np.array([1, 11, 12, 5, 0, 12, 3, 7], np.int32)

@@ -235,8 +235,8 @@ def waiting_for_processes() -> Iterator[None]:
         raise
     finally:
         client.wait_at_barrier(name, week_ms)
-    for key, _ in client.key_value_dir_get(name):
-        raise RuntimeError(f"process {key.rpartition('/')[2]} failed before a barrier")
+    if failed := client.key_value_dir_get(name):  # keys and values
+        raise RuntimeError(f"process {failed[0][0].rpartition('/')[2]} failed before a barrier")
 
 
 def changed_random_numbers() -> dict[str, str]:
@@ -359,9 +359,10 @@ def is_lost_connection(error: BaseException) -> bool:
     """Whether this process has joined others, and the error says that one of them is gone."""
     # jax.process_count() would start the devices, and that may be what has failed.
     joined = distributed.global_state.num_processes > 1
-    # Words in the errors of Gloo (CPUs), NCCL (GPUs) and jax's service.
-    words = re.search(r"(?i)gloo|nccl|coordination.?service|heartbeat|barrier", str(error))
-    return joined and isinstance(error, RuntimeError | ValueError) and bool(words)
+    # Words in the errors of Gloo (CPUs), NCCL (GPUs), jax's service and waiting_for_processes.
+    words = r"(?i)\bgloo\b|\bnccl|coordination.?service|heartbeat|before a barrier|barrier.id:"
+    is_lost = bool(re.search(rf"{words}|barrier (timed out|failed)", str(error)))
+    return joined and isinstance(error, RuntimeError | ValueError) and is_lost
 
 
 def end_after(seconds: float, code: int, line: str) -> threading.Timer:

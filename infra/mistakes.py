@@ -199,8 +199,9 @@ FOREIGN = ("WANDB_", "JAX_", "HF_", "TPU_", "XLA_", "SGLANG_", "JUDGE_MODEL")
 
 
 def describe_ignored_names(env: Mapping[str, str], known: Sequence[str] = ()) -> list[str]:
-    """A line for each ambiguous name in the environment whose setting is not in it, and for each
-    name of several words that all are words of settings. known: the names of all settings."""
+    """A line for each ambiguous name in the environment whose setting is not in it, for each name
+    of several words that all are words of settings, and for each word that differs from a setting
+    in one letter but the first, such as STEPZ. known: the names of all settings."""
     lines = [
         f"{name}={env[name]} is ignored; the setting is called {ours}"
         for name, ours in AMBIGUOUS.items()
@@ -210,7 +211,11 @@ def describe_ignored_names(env: Mapping[str, str], known: Sequence[str] = ()) ->
     others = sorted(x for x in {*env} - {*known} - {*AMBIGUOUS} if not x.startswith(FOREIGN))
     # Its value is not shown, since it may be a secret of another program.
     reason = "is ignored: no setting has this name (`python config.py` lists all)"
-    return lines + [f"{x} {reason}" for x in others if "_" in x and words.issuperset(x.split("_"))]
+    lines += [f"{x} {reason}" for x in others if "_" in x and words.issuperset(x.split("_"))]
+    pairs = ((x, y) for x in others for y in known if len(x) == len(y) > 4 and x[0] == y[0])
+    close = ((x, y) for x, y in pairs if sum(map(str.__ne__, x, y)) == 1 and "_" not in x)
+    # They stop no run: STEMS may be of another program.
+    return lines + [f"{x} is ignored; did you mean {y}?" for x, y in close]
 
 
 def find_misspelt_name(name: str, known: Sequence[str]) -> str:

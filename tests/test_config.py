@@ -287,12 +287,16 @@ def test_no_variable_of_an_ordinary_environment_stops_a_run_or_gets_a_line(name:
     assert config.load([], given)[2] == config.load([], {})[2]
 
 
-def test_a_name_made_of_the_words_of_settings_gets_a_line_without_its_value() -> None:
+def test_a_name_made_of_words_of_settings_or_one_letter_off_gets_a_line_without_its_value() -> None:
     for name in ("LEARNING_STEPS", "SAMPLE_TEMPERATURE", "EVAL_BATCH_SIZE", "MAX_EVAL_SAMPLES"):
         (line,) = config.load([], {name: "a secret"})[2][1:]
         reason = "no setting has this name (`python config.py` lists all)"
         assert line == f"note: {name} is ignored: {reason}"
-    for name in ("PATH", "MODEL", "PRINT", "learning_steps", "MY_BATCH_SIZE", "WANDB_MODEL_NAME"):
+    for name, meant in (("STEPZ", "STEPS"), ("RESUMO", "RESUME"), ("REMIT", "REMAT")):
+        (line,) = config.load([], {name: "a secret"})[2][1:]
+        assert line == f"note: {name} is ignored; did you mean {meant}?"
+    ordinary = "PATH MODEL PRINT learning_steps MY_BATCH_SIZE WANDB_MODEL_NAME CTYPE TOP_N META"
+    for name in ordinary.split():
         assert len(config.load([], {name: "1", "MODEL_PATH": "m", "BATCH_SIZE": "1"})[2]) == 1, name
 
 

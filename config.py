@@ -558,6 +558,7 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
         ("answer_tags", reads_tags, f"SYSTEM_PROMPT and REWARD_FN={cfg.reward_fn}"),
         ("wandb_mode", "wandb" in (cfg.report_to or "wandb"), f"REPORT_TO={cfg.report_to}"),
         ("eval_temperature", cfg.evaluates(), "no evaluation"),
+        ("reward_fn", cfg.evaluates() or cfg.loss_type != "sft", "no evaluation"),
         ("max_hours", cfg.steps, "STEPS=0"),
         (
             engine_settings,

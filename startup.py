@@ -169,10 +169,11 @@ def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
         run = with_teacher(make_run(cfg, example))
         fingerprint = process_fingerprint(run)
     hosts.raise_if_processes_differ(fingerprint)
-    prompts = run.train_prompts + run.eval_prompts
-    for function in run.rollout.functions if prompts else ():
+    # Supervised training scores nothing but evaluations.
+    scored = [*run.eval_prompts, *(run.train_prompts if cfg.loss_type != "sft" else [])]
+    for function in run.rollout.functions if scored else ():
         if hasattr(function, "prepare"):  # reward_model
-            function.prepare(run.rollout.chat_format, prompts)
+            function.prepare(run.rollout.chat_format, scored)
     if not example:
         note_untold_tags(run)
         # An environment reads all columns: the same text may begin different episodes.

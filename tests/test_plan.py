@@ -394,6 +394,8 @@ def test_a_scorer_stays_in_memory_and_has_a_program(
     more = {"REWARD_FN": "reward_correct,reward_model", "REWARD_MODEL_PATH": str(folder)}
     plans = [plan.make_plan(Config.from_env(env | x), "v6e-8") for x in ({}, more)]
     assert [*work_of_phases(plans[1], 64)] == ["rollout", "teacher", "scorer", "update"]
+    sft = {"LOSS_TYPE": "sft", "NUM_PRE_Q": "1", "EVAL_EVERY_STEPS": "0"}
+    assert plan.make_plan(Config.from_env(env | more | sft), "v6e-8").scorer is None
     alone, scored = map(list_programs, plans)
     assert [*scored] == [*[*alone][:-2], "scorer", "micro_step", "optimizer_step"]
     weights, ids, *_ = scored["scorer"].arguments

@@ -312,12 +312,28 @@ def test_a_resumed_run_needs_the_same_scorer_template_and_prompt(tmp_path: Path)
     kwargs = {"JUDGE_TEMPLATE_KWARGS": '{"enable_thinking": false}'}
     assert differs(GOLDENS / "judge_qwen3", **kwargs) == {"JUDGE_TEMPLATE_KWARGS"}
     assert differs(GOLDENS / "judge_qwen3", JUDGE_WORDS="No,Yes") == {"JUDGE_WORDS"}
-    assert (
-        run_of(same, tmp_path, STEPS="0", EVAL_EVERY_STEPS="0").rollout.functions[1].params is None
-    )
     alone = {"REWARD_FN": "reward_correct", "REWARD_MODEL_PATH": "", "JUDGE_PROMPT": ""}
     names = {n for n in before if "scorer" in n or "JUDGE" in n}
     assert differs(TINY, **alone) == names | {"REWARD_FN", "REWARD_WEIGHTS"} and len(names) == 6
+
+
+SFT = "LOSS_TYPE=sft NUM_PRE_Q=1 COMPLETION_COLUMN=answer MAX_LENGTH_SAMPLE=64"
+
+
+@pytest.mark.parametrize(
+    "settings, is_read",
+    [
+        ("STEPS=1 EVAL_EVERY_STEPS=0", True),
+        ("STEPS=0 EVAL_EVERY_STEPS=0", False),
+        (f"{SFT} EVAL_EVERY_STEPS=1", True),
+        (f"{SFT} EVAL_EVERY_STEPS=0", False),
+    ],
+)
+def test_the_weights_are_read_only_if_completions_are_scored(
+    settings: str, is_read: bool, tmp_path: Path
+) -> None:
+    run = run_of(copy("qwen3", tmp_path / "scorer"), tmp_path, **environment(settings))
+    assert (run.rollout.functions[1].params is not None) == is_read
 
 
 # ---- Runs ----------------------------------------------------------------------------------------

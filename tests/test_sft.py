@@ -545,6 +545,9 @@ def test_defaults_of_its_own_are_shown_and_what_it_does_not_read_is_told() -> No
     assert sorted(told) == sorted(f"note: {name} does nothing in train_sft.py" for name in names)
     assert settings("LORA_RANK=4")[0].learning_rate == 2e-4
     assert settings("LORA_RANK=4 LEARNING_RATE=1e-3")[0].learning_rate == 1e-3
+    note = "note: REWARD_FN=reward_correct does nothing with no evaluation"
+    assert note in settings(REWARD_FN="reward_correct")[1]
+    assert note not in settings("EVAL_EVERY_STEPS=1", REWARD_FN="reward_correct")[1]
     assert settings(COMPLETION_COLUMN="")[0].question_column == "messages"
     assert settings()[0].question_column == "question"
 

@@ -128,7 +128,7 @@ def make_plan(cfg: Config, slice_name: str) -> Plan:
             models = known_config(cfg.teacher_path), model.vocab_size
             teacher = teachers.plan_teacher(cfg, *models, sizes, S, devices)
     plan = Plan(cfg, sizes, training, rollout, hosts, S, mesh_reason, engine_tokens, teacher)
-    if not cfg.has_reward_model():
+    if not cfg.has_reward_model() or (cfg.loss_type == "sft" and not cfg.evaluates()):
         return plan
     with naming("REWARD_MODEL_PATH", cfg.reward_model_path):
         model = known_config(cfg.reward_model_path)

@@ -76,9 +76,9 @@ def engine_devices() -> list[jax.Device]:
     return sorted(jax.local_devices(), key=lambda d: d.id)
 
 
-def import_engine(devices: Sequence[jax.Device]) -> Any:
-    """The engine's module, which will make engines on these devices. Raises UserMistake if they
-    cannot run an engine."""
+def import_engine(devices: Sequence[jax.Device]) -> None:
+    """Imports the engine and replaces parts of it, once, so that it will run on these devices.
+    Raises UserMistake if they cannot run it, or if it is not installed."""
     platform = devices[0].platform
     raise_if_platform_unsupported(platform)
     logging.getLogger("sgl_jax").setLevel(logging.ERROR)
@@ -112,7 +112,6 @@ def import_engine(devices: Sequence[jax.Device]) -> Any:
     )
     # After 50 tokens and after 100 it would send all log-probabilities so far once more.
     scheduler_output_processor_mixin.DEFAULT_FORCE_STREAM_INTERVAL = sys.maxsize
-    return engine
 
 
 def raise_if_engine_cannot_compute(
@@ -224,13 +223,14 @@ class SglangBackend:
 
     def __init__(self, run: Run) -> None:
         """Raises UserMistake if the engine cannot compute the run, or has too little memory."""
+        from sgl_jax.srt.entrypoints.engine import Engine  # set_up has called import_engine
+
         self._model, self._stopping = run.learner.compute.model, run.rollout.stopping
         self._compute = run.rollout.compute
-        module = import_engine(engine_devices())
         arguments = engine_arguments(run, engine_devices())
         EngineErrorHandler(logging.getLogger("sgl_jax"))
         try:
-            self._engine = module.Engine(**arguments)
+            self._engine = Engine(**arguments)
             tokens = self._engine.scheduler_info["max_total_num_tokens"]
         except EngineFailed as error:
             if not re.search("mem-fraction-static|pool size is too small", str(error)):

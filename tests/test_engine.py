@@ -362,8 +362,7 @@ def test_the_engine_of_a_second_host_has_its_chips_and_their_memory(monkeypatch)
     replaced = (scheduler, "create_device_mesh"), (model_runner, "get_available_device_memory")
     for module, name in replaced:  # by import_engine
         monkeypatch.setattr(module, name, getattr(module, name))
-    for _ in range(2):  # as a run does
-        import_engine(engine_devices())
+    import_engine(engine_devices())
     sizes = {"ici_parallelism": [1, 4], "dcn_parallelism": [1, 1]}
     mesh = scheduler.create_device_mesh(**sizes, device_indexes=None)
     assert [device.id for device in mesh.devices.flat] == [4, 5, 6, 7]

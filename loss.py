@@ -204,7 +204,7 @@ def policy_loss(
     1 on the tokens that count, with the stop token; where it is 0, the others may hold anything.
     top_mask: [B, T], 1 on tokens with a policy loss and an entropy bonus; the KL is of all tokens.
     num_tokens, num_sequences, num_top_tokens: loss_counts of the ENTIRE update: mask.sum(), the
-    number of sequences (including those whose mask is 0 everywhere) and (mask * top_mask).sum(). The
+    number of sequences (including those whose mask is 0 everywhere), (mask * top_mask).sum(). The
     last two may be None if this micro-batch is the entire update. num_top_tokens divides only the
     entropy bonus; the other sums are divided by the counts of all tokens, also with a top_mask.
     Raises ValueError for an unknown name, other shapes, and dr_grpo without max_length_sample.

@@ -19,15 +19,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from infra.mistakes import UserMistake, reading
-from model.params import FULL, LINEAR, LinearSizes, ModelConfig, Rope, Variant
+from model.params import FULL, LINEAR, LinearSizes, ModelConfig, Moe, Rope, Variant
 
 LOCAL = "sliding_attention"  # a type of layers, as FULL and LINEAR are
 # model_type of a model that also sees images -> the architecture of its text part
 TEXT_PARTS = {"gemma3": "Gemma3ForCausalLM", "qwen3_5": "Qwen3_5ForCausalLM"}
+TEXT_PARTS |= {"qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
 OPENED_WITH_TOWER = ("gemma3",)  # of these, as a language model, by transformers
 SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")  # null: none
 # Keys of config.json with the only value that is supported, which is also the default.
-ONLY = {
+ONLY: dict[str, Any] = {
     "hidden_act": "silu",
     "hidden_activation": "gelu_pytorch_tanh",  # of Gemma
     "use_sliding_window": False,
@@ -36,10 +37,15 @@ ONLY = {
     **dict.fromkeys(SOFTCAPS),
     "use_bidirectional_attention": False,
     "attn_output_gate": True,  # of Qwen3.5
+    "decoder_sparse_step": 1,  # of Qwen3 with experts
+    "mlp_only_layers": [],
 }
 # Keys that a config.json must have, although transformers has defaults.
 SIZES = ["hidden_size", "intermediate_size", "num_hidden_layers"]
 REQUIRED = [*SIZES, "vocab_size", "num_attention_heads", "rms_norm_eps", "max_position_embeddings"]
+# What a model with experts must have in place of intermediate_size.
+OF_EXPERTS = [*REQUIRED, "moe_intermediate_size", "num_experts_per_tok"]
+OF_EXPERTS.remove("intermediate_size")
 Need = Callable[[bool, str, str], None]  # that of parse_config
 
 
@@ -93,7 +99,7 @@ def parse_config(path: Path, file_values: dict[str, Any]) -> ModelConfig:
     model = ModelConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=getattr(config, "moe_intermediate_size", 0) or config.intermediate_size,
         num_layers=config.num_hidden_layers,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
@@ -180,6 +186,16 @@ def _qwen35(config: Any, model: ModelConfig, need: Need) -> dict[str, Any]:
     return {"variants": (Variant(rope),), "period": tuple(period), "linear": linear}
 
 
+def _qwen3_moe(config: Any, model: ModelConfig, need: Need) -> dict[str, Any]:
+    return {"moe": Moe(config.num_experts, config.num_experts_per_tok, config.norm_topk_prob)}
+
+
+def _qwen35_moe(config: Any, model: ModelConfig, need: Need) -> dict[str, Any]:
+    experts, top_k = config.num_experts, config.num_experts_per_tok
+    moe = Moe(experts, top_k, True, config.shared_expert_intermediate_size)
+    return _qwen35(config, model, need) | {"moe": moe}
+
+
 GEMMA_NAMES = (
     ("attn_post_norm", "post_attention_layernorm.weight"),
     ("mlp_norm", "pre_feedforward_layernorm.weight"),
@@ -188,6 +204,10 @@ GEMMA_NAMES = (
 PHI3_NAMES = (
     *((f"w{x}", "self_attn.qkv_proj.weight") for x in "qkv"),
     *((x, "mlp.gate_up_proj.weight") for x in ("gate", "up")),
+)
+FUSED_EXPERTS = (
+    *((x, "mlp.experts.gate_up_proj") for x in ("gate", "up")),
+    ("down", "mlp.experts.down_proj"),
 )
 GEMMA = {"norm_adds_one": True, "post_norms": True, "activation": "gelu", "names": GEMMA_NAMES}
 QWEN35 = {"norm_adds_one": True, "qk_norm": True, "output_gate": True}
@@ -218,6 +238,14 @@ FAMILIES = {  # by model_type
         {"qk_norm": True, **GEMMA}, _gemma, [*SIZES, "sliding_window"], scaled_rope=("linear",)
     ),
     "qwen3_5_text": Family(QWEN35, _qwen35, scaled_rope=()),
+    # transformers' default of norm_topk_prob is not that of any release.
+    "qwen3_moe": Family({"qk_norm": True}, _qwen3_moe, [*OF_EXPERTS, "norm_topk_prob"]),
+    "qwen3_5_moe_text": Family(
+        QWEN35 | {"names": FUSED_EXPERTS},
+        _qwen35_moe,
+        [*OF_EXPERTS, "num_experts", "shared_expert_intermediate_size"],
+        scaled_rope=(),
+    ),
 }
 
 

@@ -24,7 +24,8 @@ from safetensors.numpy import save_file
 from infra.log import progress_bar
 from infra.mistakes import UserMistake, reading
 from infra.settings import read_text
-from model.families import older_rope_keys, raise_if_without, read_config, read_json, text_values
+from model import families
+from model.families import FUSED_EXPERTS, older_rope_keys, raise_if_without, read_json, text_values
 from model.int8 import Int8, quantize
 from model.layout import gather_to_host
 from model.params import (
@@ -65,6 +66,17 @@ def fetch_model(path: str, revision: str = "", files: list[str] = MODEL_FILES) -
     with reading(f"MODEL_PATH={path}: no such folder, and the hub says"):
         download = functools.partial(snapshot_download, path, revision=revision or None)
         return Path(download(allow_patterns=files, ignore_patterns=SECOND_COPY))
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The ModelConfig of a folder. With weights that have experts, it names their tensors as the
+    weights do: each expert has its own, or all experts of a layer are stacked."""
+    model = families.read_config(folder)
+    if model.moe is None or not any(folder.glob("model*.safetensors*")):
+        return model
+    tensors = open_files(folder, WEIGHTS)
+    fused = any(name.endswith(".mlp.experts.down_proj") for name in tensors)
+    return dataclasses.replace(model, names=FUSED_EXPERTS if fused else ())
 
 
 def read_model(folder: Path, chat_template: str) -> tuple[ModelConfig, Any]:
@@ -135,9 +147,9 @@ def load_params(
             pairs = zip(index, leaf.shape, strict=True)
             index = tuple(slice(*part.indices(size)[:2]) for part, size in pairs)
             if "{}" not in leaf.name:
-                return read_weight(leaf, tensors[leaf.name], index).astype(leaf.dtype(dtype))
+                return read_weight(leaf, tensors, leaf.name, index).astype(leaf.dtype(dtype))
             names = [leaf.name.format(i) for i in leaf.layers[index[0]]]
-            layers = [read_weight(leaf, tensors[name], index[1:]) for name in names]
+            layers = [read_weight(leaf, tensors, name, index[1:]) for name in names]
             return np.stack(layers).astype(leaf.dtype(dtype))
 
         bar.update()
@@ -149,9 +161,15 @@ def load_params(
         return jax.tree.map(read, table)
 
 
-def read_weight(leaf: Leaf, tensor: Any, index: tuple[slice, ...]) -> np.ndarray:
-    """A part of the weight of one layer, from its tensor in a file. index: slices with numbers, of
-    the weight's dimensions."""
+def read_weight(
+    leaf: Leaf, tensors: dict[str, Any], name: str, index: tuple[slice, ...]
+) -> np.ndarray:
+    """A part of the weight of one layer, from its tensor in a file, or from those of its experts.
+    name: of the tensor. index: slices with numbers, of the weight's dimensions."""
+    if "*" in name:
+        names = [name.replace("*", str(e)) for e in range(index[0].start, index[0].stop)]
+        return np.stack([read_weight(leaf, tensors, x, index[1:]) for x in names])
+    tensor = tensors[name]
     if not leaf.transposed:
         return tensor[index]
     *others, columns, rows = index  # others: of a stack of matrices
@@ -160,14 +178,17 @@ def read_weight(leaf: Leaf, tensor: Any, index: tuple[slice, ...]) -> np.ndarray
 
 
 def _read_int8(leaf: Leaf, shape: Int8, tensors: dict[str, Any]) -> Int8:
-    """A matrix as Int8. The host quantizes one tensor at a time and complete columns, so that the
+    """A matrix as Int8. The host quantizes one matrix at a time and complete columns, so that the
     numbers are the same on each mesh, and no device has a float copy."""
     values, scale = (np.empty(x.shape, x.dtype) for x in shape)
-    for i, number in enumerate(leaf.layers or [0]):
-        index = i if leaf.layers else ...
-        matrix = tuple(slice(0, size) for size in leaf.shape[-2:])
-        tensor = tensors[leaf.name.format(number)]
-        values[index], scale[index] = quantize(read_weight(leaf, tensor, matrix))
+    for place in np.ndindex(values.shape[:-2]):  # a layer, an expert
+        name, expert = leaf.name, place
+        if leaf.layers:
+            name, expert = name.format(leaf.layers[place[0]]), place[1:]
+        matrix = [slice(0, size) for size in leaf.shape[-2:]]
+        index = (*(slice(e, e + 1) for e in expert), *matrix)
+        weight = read_weight(leaf, tensors, name, index)
+        values[place], scale[place] = quantize(weight.reshape(leaf.shape[-2:]))
 
     def put(x: np.ndarray, on_mesh: jax.ShapeDtypeStruct) -> jax.Array:
         return jax.make_array_from_callback(x.shape, on_mesh.sharding, lambda index: x[index])
@@ -195,7 +216,16 @@ def hf_tensors(
             tensor = np.concatenate(rows, axis=-2) if rows[1:] else rows[0]
             tensor = np.ascontiguousarray(tensor)
             dtype_of_tensor = leaf.dtype(dtype or tensor.dtype)
-            yield name.format(number), tensor.astype(dtype_of_tensor, copy=False)
+            tensor, names = tensor.astype(dtype_of_tensor, copy=False), tensor_names(leaf, number)
+            yield from zip(names, tensor if "*" in name else [tensor], strict=True)
+
+
+def tensor_names(leaf: Leaf, layer: int = 0) -> list[str]:
+    """The name of the tensor of a layer's weight, or the names of those of its experts."""
+    name = leaf.name.format(layer)
+    if "*" not in name:
+        return [name]
+    return [name.replace("*", str(e)) for e in range(leaf.shape[-3])]
 
 
 def _without_or_only_adapters(table: Params, only_adapters: bool) -> Params:
@@ -321,7 +351,9 @@ def _tensor_shapes(table: Params) -> dict[str, list[int]]:
         shape = [*(leaf.shape[1:] if leaf.layers else leaf.shape)]
         if leaf.transposed:
             shape[-2:] = leaf.first_row + shape[-1], shape[-2]
-        shapes |= {leaf.name.format(i): shape for i in leaf.layers or [0]}
+        shape = shape[1:] if "*" in leaf.name else shape
+        for i in leaf.layers or [0]:
+            shapes |= dict.fromkeys(tensor_names(leaf, i), shape)
     return shapes
 
 

@@ -196,15 +196,17 @@ def merge_with_folder(
     leaves, tree = jax.tree.flatten(table)
     adapter_leaves = tree.flatten_up_to(Params(None, (*map(share_a, layers),), None, None))
     pairs = zip(leaves, adapter_leaves, strict=True)
-    for name, weights in itertools.groupby(pairs, lambda pair: pair[0].name):
-        tensor = tensors[name][:]
-        for leaf, adapter in weights:
-            if adapter is not None:
-                a, b = map(gather_to_host, adapter)
-                tensor = tensor.astype(np.float32)
-                # Files hold [out, in].
-                tensor[leaf.first_row :][: leaf.shape[-1]] += lora.scale * (b.T @ a.T)
-        yield name, tensor.astype(leaf.dtype(dtype))
+    for _, weights in itertools.groupby(pairs, lambda pair: pair[0].name):
+        of_tensor = [*weights]
+        for part in hf.tensor_names(of_tensor[0][0]):
+            tensor = tensors[part][:]
+            for leaf, adapter in of_tensor:
+                if adapter is not None:
+                    a, b = map(gather_to_host, adapter)
+                    tensor = tensor.astype(np.float32)
+                    # Files hold [out, in].
+                    tensor[leaf.first_row :][: leaf.shape[-1]] += lora.scale * (b.T @ a.T)
+            yield part, tensor.astype(leaf.dtype(dtype))
 
 
 def save_adapters(

@@ -38,6 +38,7 @@ from model.attention import (
     write_token,
 )
 from model.blocks import block_attention
+from model.experts import feed_forward
 from model.families import ACTIVATIONS, inverse_frequencies
 from model.int8 import Int8, matmul
 from model.layout import TRAIN_BATCH_AXES, Layout, constrain, constrain_batch, exchange, gather_fsdp
@@ -312,6 +313,8 @@ def _output_proj_and_mlp(
     y = constrain(w.project(out, "wo", lora), layout, TRAIN_BATCH_AXES)
     x = x + scaled(y, w.base.attn_post_norm)
     y = _rms_norm(x, w.base.mlp_norm, model)
+    if model.moe:
+        return x + scaled(feed_forward(y, w, compute), w.base.mlp_post_norm)
     activation = ACTIVATIONS[model.activation]
     y = activation(w.project(y, "gate", lora)) * w.project(y, "up", lora)  # [X*t, F]
     y = constrain(w.project(y, "down", lora), layout, TRAIN_BATCH_AXES)

@@ -69,13 +69,22 @@ class LinearSizes(NamedTuple):
     taps: int  # of the convolution
 
 
+class Moe(NamedTuple):
+    """The experts of each layer's feed-forward (experts.py)."""
+
+    experts: int  # E
+    top_k: int  # experts of a token
+    normed: bool  # the weights of a token's experts are divided by their sum
+    shared_width: int = 0  # F of an expert that all tokens share; 0: there is none
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """What a model computes. families.py, which knows the families, sets the fields."""
 
     vocab_size: int  # V
     hidden_size: int  # D
-    intermediate_size: int  # F
+    intermediate_size: int  # F; with experts that of each
     num_layers: int  # L
     num_heads: int  # H
     num_kv_heads: int  # N
@@ -90,6 +99,7 @@ class ModelConfig:
     layer_variants: tuple[int, ...] = ()  # [L], the index of its variant; (): all have the first
     period: tuple[str, ...] = (FULL,)  # the kinds of layers that repeat; the last is FULL
     linear: LinearSizes | None = None  # None: the period has no LINEAR layers
+    moe: Moe | None = None  # None: the feed-forward has no experts
     output_gate: bool = False  # attention's output is multiplied by the sigmoid of a gate
     norm_adds_one: bool = False  # norms multiply by 1 + scale
     post_norms: bool = False  # norms also follow attention and feed-forward
@@ -142,10 +152,15 @@ class Layers:
     k_norm: Any = None  # [h]
     attn_post_norm: Any = None  # [D], of post_norms
     mlp_norm: Any = None  # [D]
-    gate: Any = None  # [D, F]
-    up: Any = None  # [D, F]
-    down: Any = None  # [F, D]
+    gate: Any = None  # [D, F]; of experts [E, D, F]
+    up: Any = None  # [D, F]; of experts [E, D, F]
+    down: Any = None  # [F, D]; of experts [E, F, D]
     mlp_post_norm: Any = None  # [D], of post_norms
+    router: Any = None  # [D, E]
+    shared_gate: Any = None  # [D, shared_width]; from here on: of the shared expert
+    shared_up: Any = None  # [D, shared_width]
+    shared_down: Any = None  # [shared_width, D]
+    shared_weight: Any = None  # [D, 1], for the sigmoid that multiplies its output
     in_qkv: Any = None  # [D, channels]; from here on: of linear layers
     in_z: Any = None  # [D, value_heads*value_dim], for the gate of the output
     in_b: Any = None  # [D, value_heads], for beta
@@ -214,10 +229,12 @@ class Leaf:
 
     shape: tuple[int, ...]
     axes: tuple[Axis, ...]  # of each dimension
-    name: str  # in a Hugging Face file; {} stands for the layer's number
+    # In a Hugging Face file; {} stands for the layer's number, and * for each expert's, if each of
+    # them has its own tensor.
+    name: str
     transposed: bool = False  # the file holds [out, in], Params hold [in, out]
-    # Or norm, bias, A, B, taps, a_log, dt_bias or out_norm; it decides on initialization, weight
-    # decay and dtype.
+    # Or experts, router, norm, bias, A, B, taps, a_log, dt_bias or out_norm; it decides on
+    # initialization, weight decay, dtype, int8 and adapters.
     kind: str = "matrix"
     layers: range = range(0)  # the numbers of the layers along the first dimension, if it has them
     int8: bool = False  # Params hold it as an Int8
@@ -255,7 +272,7 @@ def param_table(model: ModelConfig, layer_loop: str = "scan") -> Params:
 
 def _in_int8(leaf: Leaf) -> Leaf:
     is_gate = "in_proj_a." in leaf.name or "in_proj_b." in leaf.name
-    return dataclasses.replace(leaf, int8=leaf.kind == "matrix" and not is_gate)
+    return dataclasses.replace(leaf, int8=leaf.kind in ("matrix", "experts") and not is_gate)
 
 
 def _layer_table(model: ModelConfig) -> Layers:
@@ -265,7 +282,7 @@ def _layer_table(model: ModelConfig) -> Layers:
 
 def _leaves_at(model: ModelConfig, index: int) -> Layers:
     """The leaves of the layers with this index in their periods."""
-    D, F = model.hidden_size, model.intermediate_size
+    D, F, moe = model.hidden_size, model.intermediate_size, model.moe
     numbers, block = range(index, model.num_layers, len(model.period)), "model.layers.{}."
 
     L, leaf = len(numbers), functools.partial(Leaf, layers=numbers)
@@ -312,10 +329,22 @@ def _leaves_at(model: ModelConfig, index: int) -> Layers:
     leaves |= {
         "attn_norm": vector(D, "input_layernorm.weight"),
         "mlp_norm": vector(D, "post_attention_layernorm.weight"),
-        "gate": split_out(D, F, "mlp.gate_proj"),
-        "up": split_out(D, F, "mlp.up_proj"),
-        "down": split_in(F, D, "mlp.down_proj"),
     }
+    of, mlp, width = ("shared_", "mlp.shared_expert.", moe.shared_width) if moe else ("", "mlp.", F)
+    if width:
+        leaves |= {of + x: split_out(D, width, f"{mlp}{x}_proj") for x in ("gate", "up")}
+        leaves[of + "down"] = split_in(width, D, mlp + "down_proj")
+    if moe:  # tp splits the experts
+        wide, narrow = (L, moe.experts, D, F), (L, moe.experts, F, D)
+        shapes = {"gate": wide, "up": wide, "down": narrow}
+        for x, shape in shapes.items():
+            axes = (None, "tp", None, "fsdp") if x == "down" else (None, "tp", "fsdp", None)
+            leaves[x] = leaf(shape, axes, f"{block}mlp.experts.*.{x}_proj.weight", True, "experts")
+        router = functools.partial(leaf, axes=(None, "fsdp", None), transposed=True, kind="router")
+        leaves["router"] = router((L, D, moe.experts), name=f"{block}mlp.gate.weight")
+        if width:
+            name = f"{block}mlp.shared_expert_gate.weight"
+            leaves["shared_weight"] = router((L, D, 1), name=name)
     rows: dict[str, int] = {}  # of each tensor so far
     for field, name in model.names:
         changes = dict(name=block + name, first_row=rows.get(name, 0))
@@ -419,7 +448,7 @@ def init_params(model: ModelConfig, key: jax.Array) -> Params:
     leaves, tree = jax.tree.flatten(param_table(model))
 
     def init(leaf: Leaf, leaf_key: jax.Array) -> jax.Array:
-        if leaf.kind in ("matrix", "taps"):
+        if leaf.kind in ("matrix", "experts", "router", "taps"):
             return 0.02 * jax.random.normal(leaf_key, leaf.shape)
         if leaf.kind == "A":
             bound = leaf.shape[1] ** -0.5

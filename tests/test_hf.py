@@ -18,7 +18,15 @@ from jax.sharding import Mesh
 from runs import REPO, environment, few_examples, finish, start_two, train
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
-from small_model import FAMILIES, LLAMA3, tensors, transformers_logits, write_config, write_folder
+from small_model import (
+    FAMILIES,
+    GOLDENS,
+    LLAMA3,
+    tensors,
+    transformers_logits,
+    write_config,
+    write_folder,
+)
 
 from chat import ChatFormat
 from config import Config
@@ -237,7 +245,13 @@ BAD_CONFIGS = [  # family, changed keys (None removes a key), a part of the erro
         "model_type='granitemoehybrid' is not supported",
     ),
     ("granite", {"attention_bias": True}, "attention_bias=True is not supported; false is"),
-    ("qwen3_5", {"model_type": "qwen3_5_moe_text"}, "model_type='qwen3_5_moe_text' is not support"),
+    ("qwen3_moe", {"norm_topk_prob": None}, "has no 'norm_topk_prob'"),
+    ("qwen3_moe", {"moe_intermediate_size": None}, "has no 'moe_intermediate_size'"),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported; 1 is"),
+    ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers=[0] is not supported; [] is"),
+    ("qwen3_moe", {"model_type": "gpt_oss"}, "model_type='gpt_oss' is not supported"),
+    ("qwen3_moe", {"model_type": "qwen3_vl_moe"}, "model_type='qwen3_vl_moe' is not supported"),
+    ("qwen3_moe", {"model_type": "deepseek_v3"}, "model_type='deepseek_v3' is not supported"),
     ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate=False is not supported; true is"),
     ("qwen3_5", {"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid' is not supported; s"),
     ("qwen3_5", {"layer_types": ["full_attention", "linear_attention"]}, "before each full_attent"),
@@ -252,7 +266,9 @@ BAD_CONFIGS = [  # family, changed keys (None removes a key), a part of the erro
 
 @pytest.mark.parametrize("family, changes, says", BAD_CONFIGS)
 def test_a_config_that_is_not_supported_is_refused_in_one_line(tmp_path, family, changes, says):
-    config = SEES_IMAGES if family == "sees_images" else FAMILIES[family]
+    others = {"sees_images": SEES_IMAGES}
+    others["qwen3_moe"] = json.loads(GOLDENS.with_name("qwen3_moe.json").read_text())
+    config = others.get(family) or FAMILIES[family]
     changed = {key: value for key, value in (config | changes).items() if value is not None}
     write_config(tmp_path, changed)
     refused(lambda: hf.read_config(tmp_path), str(tmp_path / "config.json"), says)
@@ -388,7 +404,7 @@ def test_the_rows_of_a_tensor_may_be_those_of_a_stack_of_matrices() -> None:
     tensor = np.arange(3 * 10 * 4).reshape(3, 10, 4)
     up = Leaf((3, 4, 5), (None, None, None), "experts.gate_up_proj", True, first_row=5)
     index = slice(1, 3), slice(0, 2), slice(2, 5)
-    part = hf.read_weight(up, tensor, index)
+    part = hf.read_weight(up, {up.name: tensor}, up.name, index)
     np.testing.assert_array_equal(part, tensor[1:3, 7:10, :2].swapaxes(1, 2))
 
 

@@ -1,0 +1,359 @@
+"""Claims about mixtures of experts: transformers' numbers by packed rows and decoding, forms that
+agree with plain numpy, and files of both layouts.
+
+goldens/qwen3_moe, qwen3_moe_unnormed and qwen35_moe have what transformers 5.23 computes in float64
+with random models, whose weights they hold as `weight:NAME`. Weights of qwen35_moe have all experts
+in a tensor, those of the others have a tensor for each expert.
+"""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from small_model import GOLDENS, MODEL, batch_of, in_rows, layout, train_layout
+
+from model import experts, hf
+from model.attention import Cache, map_kv, prompt_rows
+from model.experts import Experts
+from model.int8 import Int8, quantize
+from model.layout import TRAIN_BATCH_AXES, constrain
+from model.network import ComputeConfig, LayerWeights, forward, forward_token, split_prefix
+from model.params import Layers, Lora, ModelConfig, Moe, Params, lm_head, param_table
+from rows import RowLimits, pack, plan_rows
+from update import compute_logps_and_entropies
+
+MODELS = ("qwen3_moe", "qwen3_moe_unnormed", "qwen35_moe")
+FORMS = ("dense", "blocks", "ragged")
+
+
+@functools.cache
+def golden(name: str) -> dict[str, np.ndarray]:
+    return dict(np.load(GOLDENS.with_name(f"{name}.npz")))
+
+
+def golden_folder(folder: Path, name: str) -> Path:
+    weights = {x.removeprefix("weight:"): y for x, y in golden(name).items() if "weight:" in x}
+    (folder / "config.json").write_text(GOLDENS.with_name(f"{name}.json").read_text())
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def compute_of(model: ModelConfig, *mesh: int) -> ComputeConfig:
+    return ComputeConfig(model, jnp.dtype("float32"), train_layout(*(mesh or (1, 1, 1))))
+
+
+def use_form(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    monkeypatch.setattr("model.experts.choose_form", lambda *_: form)
+
+
+# Most of the time is compilation.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+# ---- A layer's experts, beside numpy -------------------------------------------------------------
+
+N, D, E, F, K = 61, 16, 8, 12, 3
+
+
+def layer_inputs() -> tuple[np.ndarray, np.ndarray, Experts]:
+    """y [n, D], a router with which one expert has no token and another one many, and experts."""
+    rng = np.random.default_rng(0)
+    y, router = rng.normal(size=(N, D)), 0.5 * rng.normal(size=(D, E))
+    y[:, 0], router[0] = 1, [4, 0, 0, 0, 0, 0, 1, -40]
+    shapes = (E, D, F), (E, D, F), (E, F, D)
+    return y, router, Experts(*(rng.normal(size=shape) / 3 for shape in shapes))
+
+
+def numpy_experts(y: np.ndarray, router: np.ndarray, w: Experts, normed: bool) -> np.ndarray:
+    """Token by token, in float64."""
+    out = np.zeros_like(y)
+    for i, x in enumerate(y):
+        p = np.exp(x @ router)
+        p /= p.sum()
+        chosen = np.argsort(-p)[:K]
+        for e in chosen:
+            gate = x @ w.gate[e]
+            hidden = gate / (1 + np.exp(-gate)) * (x @ w.up[e])
+            out[i] += p[e] / (p[chosen].sum() if normed else 1) * (hidden @ w.down[e])
+    return out
+
+
+def as_int8(w: Experts) -> tuple[Experts, Experts]:
+    """The experts as Int8, and the numbers that these stand for."""
+    of_experts = [[quantize(matrix) for matrix in stack] for stack in w]
+    stacked = [Int8(*map(np.stack, zip(*matrices, strict=True))) for matrices in of_experts]
+    return Experts(*stacked), Experts(*(x.values * x.scale[:, None].astype(float) for x in stacked))
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 4), (1, 2, 2)])
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_on_each_mesh_gives_the_sums_of_experts_and_their_gradient(
+    monkeypatch: pytest.MonkeyPatch, form: str, int8: bool, mesh: tuple[int, int, int]
+) -> None:
+    """The gradient along a random direction, by central differences in float64. An expert without
+    tokens, one with a third of the pairs, and numbers of pairs that are no multiples of blocks."""
+    use_form(monkeypatch, form)
+    y, router, w = layer_inputs()
+    y = np.concatenate([y, y[:3]])  # 64 tokens
+    model = dataclasses.replace(MODEL, moe=Moe(E, K, normed=not int8))
+    given, meant = as_int8(w) if int8 else (jax.tree.map(np.float32, w), w)
+    compute = compute_of(model, *mesh)
+    rng = np.random.default_rng(1)
+    probe, changes = rng.normal(size=y.shape), [rng.normal(size=y.shape), rng.normal(size=(D, E))]
+
+    def loss(y: jax.Array, router: jax.Array, w: Experts) -> tuple[jax.Array, jax.Array]:
+        layers = Layers(gate=w.gate, up=w.up, down=w.down, router=router)
+        y = constrain(y, compute.layout, TRAIN_BATCH_AXES)
+        out = experts.feed_forward(y, LayerWeights(layers, None), compute)
+        return (out * probe).sum(), out
+
+    arguments = (0, 1) if int8 else (0, 1, 2)
+    run = jit(jax.value_and_grad(loss, arguments, has_aux=True))
+    (_, out), grads = run(np.float32(y), np.float32(router), given)
+    np.testing.assert_allclose(out, numpy_experts(y, router, meant, not int8), rtol=0, atol=1e-5)
+
+    def moved(step: float) -> float:
+        moves = [x + step * change for x, change in zip((y, router), changes, strict=True)]
+        of_w = meant if int8 else Experts(*(x + step * np.sin(9 * x) for x in meant))
+        return (numpy_experts(*moves, of_w, not int8) * probe).sum()
+
+    slope = sum((np.float64(g) * d).sum() for g, d in zip(grads[:2], changes, strict=True))
+    if not int8:
+        pairs = zip(grads[2], meant, strict=True)
+        slope += sum((np.float64(g) * np.sin(9 * x)).sum() for g, x in pairs)
+    expected = (moved(1e-6) - moved(-1e-6)) / 2e-6
+    assert slope == pytest.approx(expected, rel=2e-4)
+
+
+@pytest.mark.parametrize(
+    "platform, tokens, form",
+    [
+        ("cpu", 64, "dense"),
+        ("gpu", 256, "dense"),
+        ("tpu", 256, "dense"),
+        ("cpu", 257, "blocks"),
+        ("gpu", 8192, "blocks"),
+        ("tpu", 8192, "ragged"),
+    ],
+)
+def test_the_form_follows_from_the_platform_and_the_tokens(
+    platform: str, tokens: int, form: str
+) -> None:
+    assert experts.choose_form(platform, tokens) == form
+
+
+# ---- transformers' numbers -----------------------------------------------------------------------
+
+
+def sequences(name: str) -> list[np.ndarray]:
+    found = golden(name)
+    return [ids[mask == 1] for ids, mask in zip(found["ids"], found["mask"], strict=True)]
+
+
+def golden_row(name: str, model: ModelConfig) -> Any:
+    """A MicroBatch of one row: the golden sequences, each behind a prompt of its first token."""
+    completions = [x[1:] for x in sequences(name)]
+    T = max(map(len, completions))
+    ids = np.stack([np.pad(x, (0, T - len(x))) for x in completions])
+    mask = np.int32(np.arange(T) < np.array([[len(x)] for x in completions]))
+    zeros = np.zeros(ids.shape, np.float32)
+    batch = batch_of([x[:1] for x in sequences(name)], ids, mask, zeros, zeros[:, 0])
+    if not model.linear:
+        return in_rows(batch, len(ids))
+    limits = RowLimits(1, len(ids), 1, T, 128, unit=64, chunk=64)
+    [rows], widths = plan_rows(batch, range(len(ids)), limits)
+    return pack(batch, rows, widths, pad_id=0)
+
+
+def golden_logps(name: str) -> list[np.ndarray]:
+    """The log-probability of each token but the first, of each sequence."""
+    found = []
+    for ids, mask, logits in zip(
+        *(golden(name)[x] for x in ("ids", "mask", "logits")), strict=True
+    ):
+        ids, logits = ids[mask == 1], logits[mask == 1].astype(float)[:-1]
+        logits = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+        found.append(logits[np.arange(len(logits)), ids[1:]])
+    return found
+
+
+@pytest.mark.parametrize(
+    "name, form, tolerance",
+    [
+        ("qwen3_moe", "blocks", 3e-5),
+        ("qwen3_moe_unnormed", "ragged", 3e-5),
+        pytest.param("qwen35_moe", "blocks", 5e-5, marks=pytest.mark.slow),
+    ],
+)
+def test_packed_rows_have_transformers_logps_and_gradients(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, form: str, tolerance: float
+) -> None:
+    use_form(monkeypatch, form)
+    model = hf.read_config(golden_folder(tmp_path, name))
+    compute, row = compute_of(model), golden_row(name, model)
+    params = hf.load_params(tmp_path, model, compute.layout.mesh, np.float32)
+
+    def mean(params: Params) -> tuple[jax.Array, jax.Array]:
+        logps, _ = compute_logps_and_entropies.__wrapped__(params, row, 1.0, compute)
+        return -(logps * row.completion_mask).sum() / row.completion_mask.sum(), logps
+
+    (loss, logps), grads = jit(jax.value_and_grad(mean, has_aux=True))(params)
+    assert loss == pytest.approx(float(golden(name)["loss"]), abs=1e-5)
+    for place, i in enumerate(row.sequence_indices[row.sequence_indices >= 0]):
+        expected = golden_logps(name)[i]
+        np.testing.assert_allclose(logps[place, : len(expected)], expected, rtol=0, atol=5e-5)
+    expected = {
+        x.removeprefix("grad:").replace("model.language_model.", "model."): y
+        for x, y in golden(name).items()
+        if x.startswith("grad:")
+    }
+    ours = dict(hf.hf_tensors(grads, model))
+    assert ours.keys() == expected.keys()
+    for x, y in expected.items():
+        np.testing.assert_allclose(ours[x], y, rtol=0, atol=tolerance * np.abs(y).max(), err_msg=x)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_prefill_and_decoding_have_transformers_logits(tmp_path: Path, name: str) -> None:
+    """Prompts of 14 tokens, of which some are padding, and 10 tokens after each."""
+    model = hf.read_config(golden_folder(tmp_path, name))
+    compute = compute_of(model)._replace(layout=layout(1, 1, 1))
+    params = hf.load_params(tmp_path, model, compute.layout.mesh, np.float32)
+    ids, mask, logits = (golden(name)[x] for x in ("ids", "mask", "logits"))
+    S = 14
+
+    def decoded(params: Params) -> jax.Array:
+        before, positions, seen = split_prefix(jnp.array(ids[:, :S]), jnp.array(mask[:, :S]))
+        _, prompt = forward(params, compute, before, positions, prompt_rows(seen))
+        start = mask[:, :S].sum(axis=1) - 1
+
+        def step(completion: Any, t: jax.Array) -> tuple[Any, jax.Array]:
+            cache = Cache(prompt, seen, completion, t)
+            token = jnp.array(ids)[:, S - 1 + t]
+            hidden, completion = forward_token(params, compute, token, start + t, cache)
+            return completion, hidden @ lm_head(params).T
+
+        T = ids.shape[1] - S
+        empty = map_kv(lambda kv: kv.begin_completions(len(ids), T), prompt)
+        return jax.lax.scan(step, empty, jnp.arange(T))[1].swapaxes(0, 1)
+
+    tolerance = (2e-5 if model.linear else 1e-5) * np.abs(logits).max()
+    ours = jit(decoded)(params)
+    np.testing.assert_allclose(ours, logits[:, S - 1 : -1], rtol=0, atol=tolerance)
+
+
+# ---- Files ---------------------------------------------------------------------------------------
+
+
+def in_other_layout(weights: dict[str, np.ndarray], num_experts: int) -> dict[str, np.ndarray]:
+    """The tensors with the experts of a layer in one tensor where each had its own, or with a
+    tensor for each where they were in one."""
+    found, others = {x: y for x, y in weights.items() if ".experts." not in x}, dict(weights)
+    while name := next((x for x in others if ".experts." in x), ""):
+        block, _, rest = name.partition(".experts.")
+        block += ".experts."
+        if rest == "gate_up_proj":
+            for e, pair in enumerate(others.pop(name)):
+                parts = zip(("gate", "up"), np.split(pair, 2), strict=True)
+                found |= {f"{block}{e}.{x}_proj.weight": part.copy() for x, part in parts}
+        elif rest == "down_proj":
+            stack = enumerate(others.pop(name))
+            found |= {f"{block}{e}.down_proj.weight": x.copy() for e, x in stack}
+        else:
+            one = [
+                {x: others.pop(f"{block}{e}.{x}_proj.weight") for x in ("gate", "up", "down")}
+                for e in range(num_experts)
+            ]
+            pairs = [np.concatenate([x["gate"], x["up"]]) for x in one]
+            found[f"{block}gate_up_proj"] = np.stack(pairs)
+            found[f"{block}down_proj"] = np.stack([x["down"] for x in one])
+    return found
+
+
+@pytest.mark.parametrize("other_layout", [False, True])
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen35_moe"])
+def test_both_layouts_of_experts_are_read_and_exported_as_they_were(
+    tmp_path: Path, name: str, other_layout: bool
+) -> None:
+    """On a mesh, the shards are parts of the tensors."""
+    (tmp_path / "a").mkdir()
+    source = golden_folder(tmp_path / "a", name)
+    model, one = hf.read_config(source), train_layout(1, 1, 1).mesh
+    mesh = train_layout(1, 2, 4 if name == "qwen3_moe" else 2).mesh
+    even = functools.partial(hf.load_params, dtype=np.float32, vocab_size=60)
+    before, plain = even(source, model, one), hf.load_params(source, model, one, np.float32)
+    if other_layout:
+        weights = in_other_layout(load_file(source / "model.safetensors"), 8)
+        save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+        assert hf.read_config(source).names != model.names
+        model = hf.read_config(source)
+    params = even(source, model, mesh)
+    jax.tree.map(np.testing.assert_array_equal, params, before)
+    assert tuple(params.layers.gate.sharding.spec) == (None, "tp", "fsdp", None)
+    hf.save_model(
+        tmp_path / "b",
+        hf.hf_tensors(plain, model, np.float32),
+        model,
+        source,
+        dtype=np.float32,
+        stop_ids=[1],
+    )
+    written = load_file(tmp_path / "b" / "model.safetensors")
+    weights = load_file(source / "model.safetensors")
+    text = [x for x in weights if "visual" not in x]
+    shorter = {x.replace("model.language_model.", "model."): weights[x] for x in text}
+    assert written.keys() == shorter.keys()
+    for x, y in shorter.items():
+        np.testing.assert_array_equal(written[x], y, err_msg=x)
+    assert hf.read_config(tmp_path / "b") == model
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen35_moe"])
+def test_int8_quantizes_each_expert_alone_and_neither_routers_nor_gates(
+    tmp_path: Path, name: str
+) -> None:
+    model = hf.read_config(golden_folder(tmp_path, name))
+    model = dataclasses.replace(model, lora=Lora(2, 4.0, ("q_proj",), True))
+    for loop, mesh in (("scan", (1, 2, 2)), ("unroll", (1, 1, 1))):
+        mesh = train_layout(*mesh).mesh
+        read = hf.load_params(tmp_path, model, mesh, np.float32, loop, vocab_size=60)
+        plain = hf.load_params(
+            tmp_path, dataclasses.replace(model, lora=None), train_layout(1, 1, 1).mesh, np.float32
+        )
+        layers = (
+            read.layers if loop == "scan" else jax.tree.map(lambda *x: np.stack(x), *read.layers)
+        )
+        assert layers.router.dtype == np.float32
+        for stack, floats in zip(
+            (layers.gate, layers.up, layers.down),
+            (plain.layers.gate, plain.layers.up, plain.layers.down),
+            strict=True,
+        ):
+            assert stack.scale.shape == (*floats.shape[:2], floats.shape[3])
+            for place in np.ndindex(floats.shape[:2]):
+                expected = quantize(np.asarray(floats[place]))
+                np.testing.assert_array_equal(stack.values[place], expected.values)
+                np.testing.assert_array_equal(stack.scale[place], expected.scale)
+
+
+def test_adapters_are_on_attention_and_the_shared_expert_alone(tmp_path: Path) -> None:
+    for name, expected in (
+        ("qwen3_moe", {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ("qwen35_moe", {"q_proj", "in_proj_qkv", "out_proj", "gate_proj", "up_proj", "down_proj"}),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        model = hf.read_config(golden_folder(folder, name))
+        targets = (*expected,)
+        table = param_table(dataclasses.replace(model, lora=Lora(2, 4.0, targets)))
+        names = {leaf.name for leaf in jax.tree.leaves(table.adapters)}
+        assert {x.split(".")[-3] for x in names} == expected
+        assert not any(".experts." in x or ".mlp.gate." in x for x in names)
+        assert any("shared_expert" in x for x in names) == (name == "qwen35_moe")

@@ -287,7 +287,10 @@ def update_flops(model: ModelConfig, prompts: np.ndarray, completions: np.ndarra
     S, T, attention = prompts, completions, attention_flops(model, prompts, completions)
     attention += linear_attention_flops(model) * (S.sum() + T.sum())
     layers = jax.tree.leaves(param_table(model).layers)
-    matrices = sum(math.prod(leaf.shape) for leaf in layers if leaf.kind == "matrix")
+    matrices = sum(math.prod(leaf.shape) for leaf in layers if leaf.kind in ("matrix", "router"))
+    if model.moe:
+        experts = sum(math.prod(leaf.shape) for leaf in layers if leaf.kind == "experts")
+        matrices += experts * model.moe.top_k // model.moe.experts
     head = model.vocab_size * model.hidden_size * T.sum()
     passes = 2 if model.lora else 3  # matrices of the base have no gradient
     return float(passes * 2 * (matrices * (S.sum() + T.sum()) + head) + 3 * attention)

@@ -421,6 +421,25 @@ FAMILIES = {
     ),
 }
 
+OF_EXPERTS = {"moe_intermediate_size": 12, "num_experts": 8, "num_experts_per_tok": 3}
+# A tensor for each expert; intermediate_size is not used.
+FAMILIES["qwen3_moe"] = (
+    FAMILIES["qwen3"]
+    | OF_EXPERTS
+    | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "norm_topk_prob": True}
+)
+# Tensors of all experts, and an expert of 16 numbers for all tokens.
+FAMILIES["qwen3_5_moe"] = (
+    FAMILIES["qwen3_5"]
+    | OF_EXPERTS
+    | {
+        "model_type": "qwen3_5_moe_text",
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "shared_expert_intermediate_size": 16,
+    }
+)
+del FAMILIES["qwen3_5_moe"]["intermediate_size"]
+
 # Two inputs; the second is left-padded. The golden logits are those of 12 tokens at PLACES.
 LENGTH, PADDING = 80, 23
 IDS = (np.arange(2 * LENGTH) ** 2 // 3 % 48).reshape(2, LENGTH).astype(np.int32)
@@ -431,7 +450,8 @@ PLACES = (np.array([0, 0, 1, 1]), np.array([40, 79, 40, 79]))  # inputs, tokens
 
 def tensor_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor of a checkpoint, under transformers' names."""
-    D, F, V = c["hidden_size"], c["intermediate_size"], c["vocab_size"]
+    D, V = c["hidden_size"], c["vocab_size"]
+    F = c.get("shared_expert_intermediate_size") or c["intermediate_size"]
     h = c.get("head_dim", D // c["num_attention_heads"])
     q, kv = c["num_attention_heads"] * h, c["num_key_value_heads"] * h
     layer = {
@@ -447,7 +467,7 @@ def tensor_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     }
     if c["model_type"] == "qwen2":
         layer |= {f"self_attn.{n}_proj.bias": (s,) for n, s in (("q", q), ("k", kv), ("v", kv))}
-    if c["model_type"] in ("qwen3", "gemma3_text"):
+    if c["model_type"] in ("qwen3", "qwen3_moe", "gemma3_text"):
         layer |= {"self_attn.q_norm.weight": (h,), "self_attn.k_norm.weight": (h,)}
     if c["model_type"] in ("gemma2", "gemma3_text"):
         layer |= {f"{place}_feedforward_layernorm.weight": (D,) for place in ("pre", "post")}
@@ -457,15 +477,38 @@ def tensor_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         parts = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
         others = {name: shape for name, shape in layer.items() if name.split(".")[-2] not in parts}
         layer = others | fused
+    if "num_experts" in c:
+        layer = with_experts(c, layer)
     shapes = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
     layers = [layer] * c["num_hidden_layers"]
-    if c["model_type"] == "qwen3_5_text":
+    if "linear_key_head_dim" in c:
         norms = {"self_attn.q_norm.weight": (h,), "self_attn.k_norm.weight": (h,)}
         full = layer | norms | {"self_attn.q_proj.weight": (2 * q, D)}
         layers = [linear_layer_shapes(c, layer), full]
     for i, layer in enumerate(layers):
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     return shapes if c["tie_word_embeddings"] else {**shapes, "lm_head.weight": (V, D)}
+
+
+def with_experts(
+    c: dict[str, Any], layer: dict[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """The tensors of a layer with experts in place of its feed-forward, in the family's layout."""
+    D, E, F = c["hidden_size"], c["num_experts"], c["moe_intermediate_size"]
+    dense = {name: shape for name, shape in layer.items() if name.startswith("mlp.")}
+    layer = {name: shape for name, shape in layer.items() if name not in dense}
+    layer["mlp.gate.weight"] = (E, D)
+    if "shared_expert_intermediate_size" in c:
+        layer |= {name.replace("mlp", "mlp.shared_expert"): dense[name] for name in dense}
+        layer["mlp.shared_expert_gate.weight"] = (1, D)
+        return layer | {
+            "mlp.experts.gate_up_proj": (E, 2 * F, D),
+            "mlp.experts.down_proj": (E, D, F),
+        }
+    for e in range(E):
+        expert = {"gate": (F, D), "up": (F, D), "down": (D, F)}
+        layer |= {f"mlp.experts.{e}.{name}_proj.weight": expert[name] for name in expert}
+    return layer
 
 
 def linear_layer_shapes(
@@ -505,7 +548,7 @@ def tensors(c: dict[str, Any]) -> dict[str, np.ndarray]:
     for name, shape in tensor_shapes(c).items():
         x = uniform(name, shape)
         if "norm" in name:
-            adds_one = c["model_type"] in ("gemma2", "gemma3_text", "qwen3_5_text")
+            adds_one = c["model_type"].startswith(("gemma", "qwen3_5"))
             made[name] = x if adds_one and "linear_attn" not in name else 1 + x
         elif "bias" in name:
             made[name] = 2 * x

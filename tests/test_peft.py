@@ -33,6 +33,7 @@ TARGETS["phi3"] = FUSED
 TARGETS |= {"mistral": ("q_proj", "o_proj"), "smollm3": ALL, "granite": ALL}
 OF_LINEAR = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 TARGETS["qwen3_5"] = (*ALL, *OF_LINEAR)
+TARGETS |= {"qwen3_moe": ALL[:4], "qwen3_5_moe": TARGETS["qwen3_5"]}
 INPUT, POSITION = IDS[:1], POSITIONS[:1]  # [1, 80], without padding
 FLOAT32 = jnp.dtype("float32")
 
@@ -56,7 +57,10 @@ def logits_of(params: Params, model: Any) -> jax.Array:
 
 def theirs(folder: Path, adapters: Path) -> Any:
     base = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",  # torch's own has no float64
     )
     return peft.PeftModel.from_pretrained(base, adapters, is_trainable=True).double()
 
@@ -70,15 +74,19 @@ def round_to_int8(folder: Path) -> None:
     weights = load_file(folder / hf.WEIGHTS)
     for name, w in weights.items():
         module = name.split(".")[-2]
-        if module in (*ALL, *OF_LINEAR, *FUSED) and module not in ("in_proj_a", "in_proj_b"):
-            scale = np.abs(w).max(axis=1, keepdims=True) / 127  # files hold [out, in]
+        if module in (*ALL, *OF_LINEAR, *FUSED, "experts") and module not in (
+            "in_proj_a",
+            "in_proj_b",
+        ):
+            scale = np.abs(w).max(axis=-1, keepdims=True) / 127  # files hold [out, in]
             weights[name] = np.rint(w / scale) * scale
     save_file(weights, folder / hf.WEIGHTS, metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize(
     "family, int8",
-    [*((name, False) for name in TARGETS), ("qwen3", True), ("qwen3_5", True), ("phi3", True)],
+    [(name, False) for name in TARGETS]
+    + [(name, True) for name in ("qwen3", "qwen3_5", "phi3", "qwen3_moe", "qwen3_5_moe")],
 )
 def test_peft_opens_an_export_and_has_the_same_logits_and_gradients(
     family: str, int8: bool, tmp_path: Path
@@ -96,7 +104,7 @@ def test_peft_opens_an_export_and_has_the_same_logits_and_gradients(
     expected = torch_logits(other)
     (expected * torch.tensor(weights)).sum().backward()
     # The norm behind linear attention enlarges the rounding of outputs that are near 0.
-    rounding = 1e-4 if family == "qwen3_5" else 1e-5
+    rounding = 1e-4 if family.startswith("qwen3_5") else 1e-5
     np.testing.assert_allclose(
         logits_of(params, model), expected.detach().numpy(), rtol=0, atol=rounding
     )
@@ -116,7 +124,7 @@ def test_peft_opens_an_export_and_has_the_same_logits_and_gradients(
         if x.grad is not None
     }
     # In Qwen3.5 the seven matrices of a full layer and the eight of a linear one.
-    matrices = 15 if family == "qwen3_5" else 2 * len(TARGETS[family])
+    matrices = 15 if family.startswith("qwen3_5") else 2 * len(TARGETS[family])
     assert found.keys() == named.keys() and len(found) == 2 * matrices
     tolerance = rounding if int8 else 2 * rounding
     for name, grad in named.items():

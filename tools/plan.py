@@ -552,11 +552,17 @@ def micro_batch(plan: Plan, limits: RowLimits) -> MicroBatch:
 QWEN2 = {"model_type": "qwen2", "rms_norm_eps": 1e-6, "rope_theta": 1e6}
 QWEN3 = QWEN2 | {"model_type": "qwen3"}
 QWEN3_2507 = QWEN3 | {"rope_theta": 5e6}
+OF_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+QWEN3_MOE = QWEN3 | OF_EXPERTS | {"model_type": "qwen3_moe", "norm_topk_prob": True}
+QWEN3_MOE_2507 = QWEN3_MOE | {"rope_theta": 1e7}
 HEADS = {"linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
 QWEN35_16 = {"model_type": "qwen3_5_text", "rms_norm_eps": 1e-6, "rope_theta": 1e7, **HEADS}
 QWEN35_16 |= {"linear_num_value_heads": 16, "partial_rotary_factor": 0.25}
 QWEN35_32 = QWEN35_16 | {"linear_num_value_heads": 32}
 QWEN35_48 = QWEN35_16 | {"linear_num_value_heads": 48}
+QWEN35_MOE = QWEN35_32 | {"model_type": "qwen3_5_moe_text", "num_experts": 256}
+QWEN35_MOE |= {"num_experts_per_tok": 8, "moe_intermediate_size": 512}
+QWEN35_MOE |= {"shared_expert_intermediate_size": 512}
 SCALING = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SCALING |= {"original_max_position_embeddings": 8192}
 LLAMA32 = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 5e5, "rope_scaling": SCALING}
@@ -586,11 +592,17 @@ ROWS: dict[str, tuple[Any, ...]] = {
     "Qwen/Qwen3-4B": (QWEN3, 151936, 2560, 9728, 36, 32, 8, 128, True, 32768),
     "Qwen/Qwen3-4B-Instruct-2507": (QWEN3_2507, 151936, 2560, 9728, 36, 32, 8, 128, True, 262144),
     "Qwen/Qwen3-8B": (QWEN3, 151936, 4096, 12288, 36, 32, 8, 128, False, 32768),
+    "Qwen/Qwen3-30B-A3B": (QWEN3_MOE, 151936, 2048, 6144, 48, 32, 4, 128, False, 32768),
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": (
+        *(QWEN3_MOE_2507, 151936, 2048, 6144, 48, 32, 4, 128, False, 262144),
+    ),
     "Qwen/Qwen3.5-0.8B": (QWEN35_16, 248320, 1024, 3584, 24, 8, 2, 256, True, 262144),
     "Qwen/Qwen3.5-2B": (QWEN35_16, 248320, 2048, 6144, 24, 8, 2, 256, True, 262144),
     "Qwen/Qwen3.5-4B": (QWEN35_32, 248320, 2560, 9216, 32, 16, 4, 256, True, 262144),
     "Qwen/Qwen3.5-9B": (QWEN35_32, 248320, 4096, 12288, 32, 16, 4, 256, False, 262144),
     "Qwen/Qwen3.5-27B": (QWEN35_48, 248320, 5120, 17408, 64, 24, 4, 256, False, 262144),
+    "Qwen/Qwen3.5-35B-A3B": (QWEN35_MOE, 248320, 2048, None, 40, 16, 2, 256, False, 262144),
+    "Qwen/Qwen3.6-35B-A3B": (QWEN35_MOE, 248320, 2048, None, 40, 16, 2, 256, False, 262144),
     "meta-llama/Llama-3.2-1B": (LLAMA32, 128256, 2048, 8192, 16, 32, 8, 64, True, 131072),
     "meta-llama/Llama-3.2-3B": (LLAMA32, 128256, 3072, 8192, 28, 24, 8, 128, True, 131072),
     "mistralai/Mistral-7B-v0.3": (MISTRAL, 32768, 4096, 14336, 32, 32, 8, 128, False, 32768),

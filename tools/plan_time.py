@@ -93,7 +93,9 @@ def forward_work(compute: ComputeConfig, lengths: Lengths) -> np.ndarray:
         flops += (V6E_SPLASH - 1) * attention_flops(model, *lengths)
     numbers = sum(x.sum() for x in lengths) * model.num_layers * itemsize
     # Operations read and write 11 F + 18 D numbers; two all-reduces are over rings of tp devices.
-    widths = 11 * model.intermediate_size + 18 * model.hidden_size
+    moe, F = model.moe, model.intermediate_size
+    F = F * moe.top_k + moe.shared_width if moe else F
+    widths = 11 * F + 18 * model.hidden_size
     reduced = 4 * (mesh.shape["tp"] - 1) * model.hidden_size
     work = np.array([flops, numbers * widths, numbers * reduced, 0]) / mesh.size
     return work + delta_rule_work(compute, sum(x.sum() for x in lengths))

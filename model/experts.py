@@ -77,7 +77,7 @@ def choose_form(platform: str, tokens: int) -> str:
 def _experts_of_device(
     form: str, y: jax.Array, weights: jax.Array, chosen: jax.Array, w: Experts
 ) -> jax.Array:
-    E = w.down[0].shape[0] if isinstance(w.down, Int8) else len(w.down)
+    E = len(jax.tree.leaves(w)[0])
     own = chosen - E * jax.lax.axis_index("tp")
     own = jnp.where((own >= 0) & (own < E), own, E)  # E: of another device
     return jax.lax.psum(FORMS[form](y, weights, own, w, E), "tp")

@@ -25,7 +25,9 @@ from model.int8 import Int8, quantize
 from model.layout import TRAIN_BATCH_AXES, constrain
 from model.network import ComputeConfig, LayerWeights, forward, forward_token, split_prefix
 from model.params import Layers, Lora, ModelConfig, Moe, Params, lm_head, param_table
+from model.placement import update_flops
 from rows import RowLimits, pack, plan_rows
+from tools.plan import known_config
 from update import compute_logps_and_entropies
 
 MODELS = ("qwen3_moe", "qwen3_moe_unnormed", "qwen35_moe")
@@ -247,6 +249,19 @@ def test_prefill_and_decoding_have_transformers_logits(tmp_path: Path, name: str
     tolerance = (2e-5 if model.linear else 1e-5) * np.abs(logits).max()
     ours = jit(decoded)(params)
     np.testing.assert_allclose(ours, logits[:, S - 1 : -1], rtol=0, atol=tolerance)
+
+
+# ---- Sizes ---------------------------------------------------------------------------------------
+
+
+def test_an_update_counts_the_experts_that_a_token_passes() -> None:
+    """A prompt of 3 tokens and a completion of 5, whose logits are computed."""
+    attention = 2 * 2048 * 4096 + 2 * 2048 * 512
+    matrices = 48 * (attention + 2048 * 128 + 8 * 3 * 2048 * 768)
+    pairs = 3**2 / 2 + 5 * 3 + 5**2 / 2
+    expected = 6 * (8 * matrices + 5 * 151936 * 2048) + 3 * 4 * 32 * 128 * 48 * pairs
+    found = update_flops(known_config("Qwen/Qwen3-30B-A3B"), np.array([3]), np.array([[5]]))
+    assert found == pytest.approx(expected, rel=1e-12)
 
 
 # ---- Files ---------------------------------------------------------------------------------------

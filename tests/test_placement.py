@@ -86,6 +86,10 @@ PUBLISHED = {
     "google/gemma-3-270m-it": 268_098_176,
     "google/gemma-3-1b-pt": 999_885_952,
     "google/gemma-3-4b": 4_300_079_472 - 419_816_304,  # without the part that sees images
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": 30_532_122_624,
+    "Qwen/Qwen3.5-35B-A3B": 34_660_610_688,
+    "Qwen/Qwen3.6-35B-A3B": 34_660_610_688,
 }
 
 

@@ -28,6 +28,7 @@ from model.params import Layers, Lora, ModelConfig, Moe, Params, lm_head, param_
 from model.placement import update_flops
 from rows import RowLimits, pack, plan_rows
 from tools.plan import known_config
+from tools.routing import experts_of_sampler, experts_of_trainer
 from update import compute_logps_and_entropies
 
 MODELS = ("qwen3_moe", "qwen3_moe_unnormed", "qwen35_moe")
@@ -249,6 +250,25 @@ def test_prefill_and_decoding_have_transformers_logits(tmp_path: Path, name: str
     tolerance = (2e-5 if model.linear else 1e-5) * np.abs(logits).max()
     ours = jit(decoded)(params)
     np.testing.assert_allclose(ours, logits[:, S - 1 : -1], rtol=0, atol=tolerance)
+
+
+def test_the_routing_tool_finds_transformers_experts_of_sampler_and_trainer(tmp_path: Path) -> None:
+    name = "qwen3_moe"
+    model = hf.read_config(golden_folder(tmp_path, name))
+    compute, rows = compute_of(model)._replace(layer_loop="unroll"), golden_row(name, model)
+    params = hf.load_params(tmp_path, model, compute.layout.mesh, np.float32, "unroll")
+    ids = [x for x in sequences(name)]
+    completions = np.stack(
+        [np.pad(x[1:], (0, rows.target_slots.shape[-1] + 1 - len(x))) for x in ids]
+    )
+    prompts, mask = np.array([[0, x[0]] for x in ids]), np.array([[0, 1]] * len(ids))
+    sampler = compute._replace(layout=layout(1, 1, 1))
+    ours = experts_of_sampler(params, sampler, prompts, mask, completions)
+    theirs = experts_of_trainer(params, compute, rows)
+    for place, i in enumerate(rows.sequence_indices):
+        expected = np.sort(golden(name)["experts"][i][golden(name)["mask"][i] == 1][:-1])
+        for found in (ours[i], theirs[place]):
+            np.testing.assert_array_equal(found[: len(expected)], expected)
 
 
 # ---- Sizes ---------------------------------------------------------------------------------------

@@ -50,6 +50,7 @@ from model.next_token import Sampling
 from model.one_softmax import attend_with_one_softmax, has_one_softmax
 from model.params import (
     ModelConfig,
+    Moe,
     Params,
     Rope,
     Variant,
@@ -100,7 +101,8 @@ PARAMS = jax.tree.map(
     param_table(MODEL),
 )
 OF = {"all": (PARAMS, FLOAT32)}
-for name, model in (("gemma3", GEMMA), ("gemma2", GEMMA2)):
+MOE = dataclasses.replace(MODEL, moe=Moe(8, 3, True, shared_width=8))
+for name, model in (("gemma3", GEMMA), ("gemma2", GEMMA2), ("moe", MOE)):
     params = jax.tree.map(
         lambda leaf: 0.4 * RNG.standard_normal(leaf.shape).astype(np.float32), param_table(model)
     )
@@ -534,6 +536,7 @@ def placed(
         ("all", "1,8,1", 1, "dots", "unroll"),
         ("gemma3", "2,2,2", 2, "full", "unroll"),
         ("gemma2", "1,4,2", 2, "dots", "scan"),
+        ("moe", "2,2,2", 2, "full", "scan"),
     ],
 )
 def test_training_layouts_remat_and_unrolled_layers_leave_the_gradient_unchanged(
@@ -546,7 +549,8 @@ def test_training_layouts_remat_and_unrolled_layers_leave_the_gradient_unchanged
 
 
 @pytest.mark.parametrize(
-    "model, mesh_shape, layer_loop", [("all", "4,1,2", "scan"), ("gemma3", "1,2,4", "unroll")]
+    "model, mesh_shape, layer_loop",
+    [("all", "4,1,2", "scan"), ("gemma3", "1,2,4", "unroll"), ("moe", "2,1,4", "unroll")],
 )
 def test_decoding_layouts_leave_hidden_states_unchanged(
     model: str, mesh_shape: str, layer_loop: str

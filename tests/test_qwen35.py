@@ -28,6 +28,7 @@ from small_model import (
     NEVER,
     PAD,
     QWEN2,
+    TINY_MOE,
     TINY_QWEN35,
     batch_of,
     layout,
@@ -339,11 +340,12 @@ SFT["COMPLETION_COLUMN"] = "answer"
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("changes", [TINY_QWEN35, TINY_MOE], ids=["qwen3_5", "qwen3_moe"])
 def test_a_cold_start_and_grpo_behind_it_end_to_the_bit_as_ever_if_they_are_killed(
-    tmp_path: Path,
+    changes: dict[str, Any], tmp_path: Path
 ) -> None:
     """The model of the cold start is the teacher of GRPO."""
-    make_random_model(REPO / "tiny", tmp_path / "model", TINY_QWEN35)
+    make_random_model(REPO / "tiny", tmp_path / "model", changes)
     model = str(tmp_path / "model")
     sft, grpo = tmp_path / "sft", tmp_path / "grpo"
     runs = {sft: SFT | {"MODEL_PATH": model}}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from runs import REPO, environment, metric_records, train, train_two
-from small_model import TINY_QWEN35, stopping_model
+from small_model import TINY_EXPERTS, TINY_QWEN35, stopping_model
 
 # Packed rows and ended sequences that leave the batch come with MAX_LENGTH_SAMPLE >= 128. At
 # TEMPERATURE=1 the entropies of the random model are so equal that rounding would decide which
@@ -43,9 +43,9 @@ def measured(out: Path) -> list[dict]:
 @pytest.mark.slow
 def test_two_processes_and_then_one_learn_and_write_what_one_process_does(tmp_path: Path) -> None:
     """Two processes take the first step, and one process goes on with their checkpoint. The model
-    has a layer of linear attention and one of full attention."""
+    has a layer of linear attention and one of full attention, both with experts."""
     (tmp_path / "mine.py").write_text(ODD)
-    model = stopping_model(tmp_path, TINY_QWEN35)
+    model = stopping_model(tmp_path, TINY_QWEN35 | TINY_EXPERTS)
     given = {"MODEL_PATH": str(model), "DATASET": str(REPO / "tiny")}
     given["ENVIRONMENT_CLASS"] = f"{REPO}/tests/games.py:Chance"
     given["REWARD_FN"] = EVERYTHING["REWARD_FN"].replace("mine.py", f"{tmp_path}/mine.py")

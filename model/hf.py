@@ -146,11 +146,13 @@ def load_params(
         def shard(index: Any) -> np.ndarray:  # a slice for each dimension, also slice(None)
             pairs = zip(index, leaf.shape, strict=True)
             index = tuple(slice(*part.indices(size)[:2]) for part, size in pairs)
+            part = np.empty([x.stop - x.start for x in index], leaf.dtype(dtype))
             if "{}" not in leaf.name:
-                return read_weight(leaf, tensors, leaf.name, index).astype(leaf.dtype(dtype))
-            names = [leaf.name.format(i) for i in leaf.layers[index[0]]]
-            layers = [read_weight(leaf, tensors, name, index[1:]) for name in names]
-            return np.stack(layers).astype(leaf.dtype(dtype))
+                part[...] = read_weight(leaf, tensors, leaf.name, index)
+            else:  # a layer at a time, as there is no memory for two copies of all experts
+                for layer, i in zip(part, leaf.layers[index[0]], strict=True):
+                    layer[...] = read_weight(leaf, tensors, leaf.name.format(i), index[1:])
+            return part
 
         bar.update()
         if leaf.int8:

@@ -8,6 +8,7 @@ in a tensor, those of the others have a tensor for each expert.
 
 import dataclasses
 import functools
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from small_model import GOLDENS, MODEL, batch_of, in_rows, layout, train_layout
+from small_model import (
+    FAMILIES,
+    GOLDENS,
+    MODEL,
+    batch_of,
+    in_rows,
+    layout,
+    tensors,
+    train_layout,
+    write_config,
+)
 
 from model import experts, hf
 from model.attention import Cache, map_kv, prompt_rows
@@ -348,6 +359,36 @@ def test_both_layouts_of_experts_are_read_and_exported_as_they_were(
     for x, y in shorter.items():
         np.testing.assert_array_equal(written[x], y, err_msg=x)
     assert hf.read_config(tmp_path / "b") == model
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_reading_holds_no_second_copy_of_experts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fused: bool, int8: bool
+) -> None:
+    """They are eight layers of eight experts, whose second copy would be one of a layer at most."""
+    sizes = {"num_hidden_layers": 8, "hidden_size": 64, "moe_intermediate_size": 64}
+    config = FAMILIES["qwen3_moe"] | sizes
+    write_config(tmp_path, config)
+    weights = in_other_layout(tensors(config), 8) if fused else tensors(config)
+    save_file(weights, tmp_path / "model.safetensors")
+    model = dataclasses.replace(hf.read_config(tmp_path), lora=Lora(2, 4.0, ("q_proj",), int8))
+    shares, put, before = [], jax.make_array_from_callback, [0]
+
+    def measured(shape: tuple[int, ...], sharding: Any, callback: Any) -> jax.Array:
+        nbytes = callback((slice(None),) * len(shape)).nbytes
+        if len(shape) == 4:
+            shares.append((tracemalloc.get_traced_memory()[1] - before[0]) / nbytes)
+        array = put(shape, sharding, callback)
+        tracemalloc.reset_peak()
+        before[0] = tracemalloc.get_traced_memory()[0]
+        return array
+
+    monkeypatch.setattr(jax, "make_array_from_callback", measured)
+    tracemalloc.start()
+    hf.load_params(tmp_path, model, train_layout(1, 1, 1).mesh, np.float32)
+    tracemalloc.stop()
+    assert len(shares) == 3 and max(shares) < 1.4, shares
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen35_moe"])

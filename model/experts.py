@@ -1,15 +1,14 @@
 """The feed-forward of a mixture of experts: each token passes the k experts that its router
 prefers, and in some models one more expert, which all tokens share.
 
-The experts are computed in one of three forms, whose results differ by rounding. tp splits the
-experts: a device computes those of its own for all tokens of its part of the batch, and a sum joins
-them.
+The three forms differ by rounding. tp splits the experts: a device computes those of its own for
+all tokens of its part of the batch, and a sum joins them.
 
 Dimensions: n tokens, D model, E experts, k experts of a token, F feed-forward of an expert. A pair
 is a token and one of its experts; there are n*k of them.
 """
 
-import functools
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -38,17 +37,12 @@ def feed_forward(y: jax.Array, w: Any, compute: Any) -> jax.Array:
     """The output [n, D] of the experts of a layer. y: [n, D], of any tokens, padding too. w,
     compute: the LayerWeights and the ComputeConfig of network.py."""
     model, layout, base = compute.model, compute.layout, w.base
+    mesh, batch = layout.mesh, PartitionSpec(TRAIN_BATCH_AXES)
     weights, chosen = route(y, base.router, model.moe)
-    devices, batch = layout.mesh.devices, PartitionSpec(TRAIN_BATCH_AXES)
-    tokens = len(y) * layout.mesh.shape["tp"] // devices.size
-    form = choose_form(devices.flat[0].platform, tokens)
-    sharded = jax.shard_map(
-        functools.partial(_experts_of_device, form),
-        mesh=layout.mesh,
-        in_specs=(batch, batch, batch, PartitionSpec("tp")),
-        out_specs=batch,
-        check_vma=False,
-    )
+    tokens = len(y) * mesh.shape["tp"] // mesh.size
+    form = choose_form(mesh.devices.flat[0].platform, tokens)
+    of_device, specs = partial(_experts_of_device, form), (batch, batch, batch, PartitionSpec("tp"))
+    sharded = jax.shard_map(of_device, mesh=mesh, in_specs=specs, out_specs=batch, check_vma=False)
     out = sharded(y, weights, chosen, Experts(base.gate, base.up, base.down))
     if model.moe.shared_width:
         gate, up = (w.project(y, f"shared_{name}", model.lora) for name in ("gate", "up"))
@@ -113,7 +107,7 @@ def blocks(y: jax.Array, weights: jax.Array, chosen: jax.Array, w: Experts, E: i
     number = jnp.searchsorted(ends, jnp.arange(num_blocks), side="right")
 
     # Without the checkpoint backward would keep a copy of an expert for each block.
-    @functools.partial(jax.checkpoint, prevent_cse=False)
+    @partial(jax.checkpoint, prevent_cse=False)
     def multiply(x_and_number: tuple[jax.Array, jax.Array]) -> jax.Array:
         x, number = x_and_number
         return _multiply(x, jax.tree.map(lambda stack: stack[number], w))
@@ -132,7 +126,7 @@ def ragged(y: jax.Array, weights: jax.Array, chosen: jax.Array, w: Experts, E: i
         out = jax.lax.ragged_dot(x, stack.values.astype(x.dtype), sizes)
         return (out * stack.scale.at[expert].get(mode="clip")).astype(x.dtype)
 
-    @functools.partial(jax.checkpoint, prevent_cse=False)  # else it would keep converted values
+    @partial(jax.checkpoint, prevent_cse=False)  # else it would keep converted values
     def multiply(x: jax.Array) -> jax.Array:
         return product(jax.nn.silu(product(x, w.gate)) * product(x, w.up), w.down)
 

@@ -589,8 +589,7 @@ ROWS = [
     for line in DOC.splitlines()
     if line.startswith(("| Qwen/", "| google/"))
 ]
-LORA = "`LORA_RANK=16`"
-ALL_WEIGHTS = [row for row in ROWS if row[4] != LORA]
+ALL_WEIGHTS = [row for row in ROWS if "LORA_RANK" not in row[4]]
 MODELS = [
     f"Qwen/{name}" for name in "Qwen2.5-0.5B Qwen2.5-1.5B Qwen2.5-3B Qwen2.5-7B Qwen3-4B".split()
 ]

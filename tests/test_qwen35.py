@@ -369,7 +369,7 @@ def test_a_cold_start_and_grpo_behind_it_end_to_the_bit_as_ever_if_they_are_kill
 # ---- transformers' numbers -----------------------------------------------------------------------
 
 
-def random_config(seed: int) -> Any:
+def random_config(seed: int, experts: bool = False) -> Any:
     import transformers
 
     rng = np.random.default_rng(seed)
@@ -379,7 +379,14 @@ def random_config(seed: int) -> Any:
 
     interval, key_heads, head_dim = pick(2, 3, 4), pick(1, 2, 3), pick(8, 16, 24)
     pairs = head_dim // 4
-    return transformers.Qwen3_5TextConfig(
+    sizes, make = {}, transformers.Qwen3_5TextConfig
+    if experts:
+        make = transformers.Qwen3_5MoeTextConfig
+        names = "num_experts", "num_experts_per_tok", "moe_intermediate_size"
+        values = pick(4, 6, 11), pick(2, 3, 4), pick(8, 20)
+        sizes = dict(zip(names, values, strict=True), shared_expert_intermediate_size=pick(12, 24))
+    return make(
+        **sizes,
         vocab_size=pick(50, 97),
         hidden_size=pick(24, 40),
         intermediate_size=pick(40, 56),

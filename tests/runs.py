@@ -1,9 +1,11 @@
 """Starts train_grpo.py as a user does, and reads the files and the lines of the run."""
 
 import atexit
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
+import io
 import json
 import os
 import re
@@ -11,6 +13,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import time
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any, NamedTuple
@@ -65,6 +68,23 @@ class Result(NamedTuple):
     out: Path
 
 
+def with_defaults(out: Path, env: dict[str, str]) -> dict[str, str]:
+    """The settings of a run of one step on few examples, which records its completions."""
+    recorder = out.parent / "recorder.py"
+    recorder.parent.mkdir(parents=True, exist_ok=True)
+    recorder.write_text(RECORDER)
+    return {
+        "REWARD_FN": f"reward_correct,reward_format,tag_count_reward,{recorder}:record",
+        "REWARD_WEIGHTS": "1,0.5,0.5,0",
+        "RECORD_TO": str(out / "completions.jsonl"),
+        "OUTPUT_DIR": str(out),
+        "DATASET": str(few_examples()),
+        "STEPS": "1",
+        "EVAL_EVERY_STEPS": "0",
+        "MAX_LENGTH_SAMPLE": "32",
+    } | env
+
+
 def start(
     out: Path, env: dict[str, str], devices: int, repo: Path = REPO, changes: str = ""
 ) -> Popen[bytes]:
@@ -75,24 +95,12 @@ def start(
     methods of Config, such as `drops_ended`, each of which then returns False.
     """
     out.mkdir(parents=True, exist_ok=True)
-    recorder = out.parent / "recorder.py"
-    recorder.write_text(RECORDER)
     keep = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    recorded = {
-        "REWARD_FN": f"reward_correct,reward_format,tag_count_reward,{recorder}:record",
-        "REWARD_WEIGHTS": "1,0.5,0.5,0",
-    }
     settings = {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {FLAGS}",
-        "RECORD_TO": str(out / "completions.jsonl"),
-        "OUTPUT_DIR": str(out),
-        "DATASET": str(few_examples()),
-        "STEPS": "1",
-        "EVAL_EVERY_STEPS": "0",
-        "MAX_LENGTH_SAMPLE": "32",
     }
-    env = keep | FASTER_TO_COMPILE | settings | recorded | env
+    env = keep | FASTER_TO_COMPILE | settings | with_defaults(out, env)
     for name in env.get("SWITCHED_OFF", "").split():
         method = f"train_grpo.Config.{name}"
         changes += f"\nassert callable({method})\n{method} = lambda cfg: False"
@@ -109,17 +117,94 @@ def start(
 def finish(process: Popen[bytes], out: Path) -> Result:
     """Waits for the end of a process that `start` has started with the folder `out`."""
     lines, errors = (text.decode() for text in process.communicate(timeout=600))
+    return result_of(out, process.returncode, lines, errors)
+
+
+def result_of(out: Path, code: int, lines: str, errors: str) -> Result:
+    """What a run has left in its folder, with its exit code and what it has printed."""
 
     def read(name: str) -> list:
         file = out / name
         return [json.loads(line) for line in file.open()] if file.exists() else []
 
-    records, completions = read("metrics.jsonl"), read("completions.jsonl")
-    return Result(process.returncode, lines, errors, records, completions, out)
+    return Result(code, lines, errors, read("metrics.jsonl"), read("completions.jsonl"), out)
+
+
+def copy_at_call(
+    patch: Any, script: Any, name: str, number: int, out: Path, step: int, to: Path
+) -> None:
+    """Copies the folder of a run when a function of the script is called for the `number`th time
+    and the checkpoint of this step is complete: what is left if the run is killed then.
+
+    patch: a MonkeyPatch.
+    """
+    function, calls = getattr(script, name), []
+
+    def called(*arguments: Any, **named: Any) -> Any:
+        calls.append(1)
+        if len(calls) == number:
+            while latest_checkpoint(out) < step:
+                time.sleep(0.01)
+            shutil.copytree(out, to)
+        return function(*arguments, **named)
+
+    patch.setattr(script, name, called)
+
+
+def run_here(out: Path, script: Any, env: dict[str, str]) -> Result:
+    """Runs the main function of a script, such as train_grpo, in this process and on one of its
+    devices, without locks, which the process would keep, and without signals. What an earlier run
+    has compiled is not compiled again."""
+    import jax
+    import pytest
+
+    import config
+    from infra import hosts, resume
+
+    lines, errors, code, device = io.StringIO(), io.StringIO(), 0, jax.devices()[:1]
+    env = {"DATASET": str(few_examples(32, 32))} | env | {"OUTPUT_DIR": str(out)}
+    customize = getattr(script, "customize_settings", None)
+    switched_off = env.pop("SWITCHED_OFF", "").split()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(lines),
+        contextlib.redirect_stderr(errors),
+    ):
+        patch.chdir(REPO)
+        patch.setenv("RECORD_TO", env.pop("RECORD_TO", ""))
+        for owner, name in (
+            (hosts, "start_jax"),
+            (hosts.StopSignal, "watch"),
+            (resume, "lock_folder"),
+        ):
+            patch.setattr(owner, name, lambda *arguments: None)
+        for name in ("devices", "local_devices"):
+            patch.setattr(jax, name, lambda *arguments: device)
+            patch.setattr(jax, name.replace("devices", "device_count"), lambda *arguments: 1)
+        for name in switched_off:
+            patch.setattr(config.Config, name, lambda cfg: False)
+        try:
+            cfg, _, notes = config.load([], env, customize=customize)
+            print(*notes, sep="\n")
+            script.main(cfg)
+        except SystemExit as end:
+            code = end.code
+    return result_of(out, code, lines.getvalue(), errors.getvalue())
 
 
 def train(out: Path, devices: int = 1, changes: str = "", **env: str) -> Result:
-    result = finish(start(out, env, devices, changes=changes), out)
+    """A run as `start` starts it: in this process, if it is one of one device and of settings."""
+    from config import Config
+
+    settings = {field.name.upper() for field in dataclasses.fields(Config)}
+    settings -= {"ROLLOUT_BACKEND", "JAX_COMPILATION_CACHE_DIR"}
+    if devices > 1 or changes or not env.keys() <= settings | {"SWITCHED_OFF", "SCRIPT"}:
+        result = finish(start(out, env, devices, changes=changes), out)
+    else:
+        out.mkdir(parents=True, exist_ok=True)
+        env = with_defaults(out, env)
+        script = importlib.import_module(env.pop("SCRIPT", "train_grpo.py").removesuffix(".py"))
+        result = run_here(out, script, env)
     assert result.code == 0, result.errors
     return result
 
@@ -212,6 +297,12 @@ def start_run(out: Path, devices: int = 1, **env: str) -> Popen[bytes]:
     programs of other meshes round so differently that a sampled token changes."""
     flags = f"--xla_force_host_platform_device_count={devices} {OLDER_EMITTERS}"
     return start(out, DEMANDING | {"XLA_FLAGS": flags} | env, devices)
+
+
+def latest_checkpoint(folder: Path) -> int:
+    """The step of the newest complete checkpoint, or -1."""
+    names = [path.name for path in (folder / "checkpoints").glob("*")]
+    return max((int(name) for name in names if name.isdigit()), default=-1)
 
 
 def metric_records(out: Path) -> list[dict[str, Any]]:

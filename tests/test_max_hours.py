@@ -5,7 +5,7 @@ import json
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 from faults.random_deadlines import missing, start_with
 from faults.random_faults import SETTINGS as DEMO
-from runs import Result, assert_same_run, environment, few_examples, metric_records, train_two
+from runs import Result, assert_same_run, environment, metric_records, run_here, train_two
 from test_run_log import life_of
 
 import config
@@ -320,32 +320,21 @@ SFT = environment(
 
 
 @pytest.fixture
-def main(monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace) -> Iterator[Callable]:
-    """Runs a script's main in this process: without locks, which it would keep, and signals."""
-    monkeypatch.setattr(hosts, "start_jax", lambda *arguments: None)
-    monkeypatch.setattr(hosts.StopSignal, "watch", lambda *arguments: None)
-    monkeypatch.setattr(resume, "lock_folder", lambda *arguments: None)
-
-    def run(module, out: Path, **env: str) -> int:
+def main(clock: SimpleNamespace) -> Callable[..., Result]:
+    def run(module, out: Path, **env: str) -> Result:
         clock.now = 0.0
-        settings = {"DATASET": str(few_examples(32, 32)), "OUTPUT_DIR": str(out)} | env
-        customize = getattr(module, "customize_settings", None)
-        try:
-            module.main(config.load([], settings, customize=customize)[0])
-        except SystemExit as end:
-            return end.code
-        return 0
+        return run_here(out, module, env)
 
     return run
 
 
 def test_hosts_without_a_common_folder_have_no_max_hours(
-    main: Callable, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
+    main: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resume, "open_checkpoints", lambda *_: SimpleNamespace(shared=False))
-    assert main(train_grpo, tmp_path, MAX_HOURS="9") == 2
+    refused = main(train_grpo, tmp_path, MAX_HOURS="9")
     line = "MAX_HOURS=9 ends a start, and there are no checkpoints for the next one"
-    assert capsys.readouterr().err == f"error: {line}; set CHECKPOINT_DIR\n"
+    assert (refused.code, refused.errors) == (2, f"error: {line}; set CHECKPOINT_DIR\n")
 
 
 # In which call of which function the clock runs out, start by start: with so many steps done, in an
@@ -396,20 +385,19 @@ def run_out(monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace, module, mom
 @pytest.mark.slow
 @pytest.mark.parametrize(("module", "moments"), [(train_grpo, OF_GRPO), (train_sft, OF_SFT)])
 def test_a_run_whose_clock_runs_out_in_any_phase_ends_like_the_undisturbed_run(
-    main: Callable, clock, tmp_path: Path, monkeypatch, capsys, module, moments: list[tuple]
+    main: Callable, clock, tmp_path: Path, monkeypatch, module, moments: list[tuple]
 ) -> None:
     env = SETTINGS | (SFT if module is train_sft else {})
     undisturbed, out = tmp_path / "undisturbed", tmp_path / "out"
-    assert main(module, undisturbed, **env) == 0
-    lines = capsys.readouterr().out
-    assert "MAX_HOURS" not in lines
+    result = main(module, undisturbed, **env)
+    assert result.code == 0 and "MAX_HOURS" not in result.lines
     for moment in moments:
         *_, steps, is_extra = moment
         with monkeypatch.context() as patch:
             run_out(patch, clock, module, moment)
-            assert main(module, out, **env, MAX_HOURS="1") == 0
-        assert clock.now == 3592.0
-        lines = capsys.readouterr().out
+            result = main(module, out, **env, MAX_HOURS="1")
+        assert (result.code, clock.now) == (0, 3592.0)
+        lines = result.lines
         assert f"\nSTOPPED: MAX_HOURS steps={steps} saved_step={steps}\n" in lines
         assert (out / "checkpoints" / str(steps)).is_dir()
         weights = out / "hf" / "model.safetensors"
@@ -423,8 +411,9 @@ def test_a_run_whose_clock_runs_out_in_any_phase_ends_like_the_undisturbed_run(
         )
         assert lines.count(f"\neval step={steps} ") == 1
         assert ": EVAL_FULL_SWEEP\n" in lines and "\neval_full " not in lines
-    assert main(module, out, **env, MAX_HOURS="1") == 0
-    lines = capsys.readouterr().out
+    result = main(module, out, **env, MAX_HOURS="1")
+    lines = result.lines
+    assert result.code == 0
     assert "\neval_full " in lines and f"\nDONE: steps={env['STEPS']} " in lines
     assert_same_run(out, undisturbed, int(env["STEPS"]))
     weights = [folder / "hf" / "model.safetensors" for folder in (out, undisturbed)]

@@ -16,13 +16,11 @@ import pytest
 from runs import (
     REPO,
     checkpoint_arrays,
+    copy_at_call,
     environment,
     few_examples,
-    finish,
     metric_records,
-    start,
-    train,
-    wait_for,
+    run_here,
 )
 from small_model import (
     NEVER,
@@ -36,6 +34,8 @@ from small_model import (
     train_layout,
 )
 
+import train_grpo
+import train_sft
 from chat import open_think_tag
 from config import Config
 from data import pad_prompts
@@ -333,31 +333,31 @@ def test_the_states_of_decoding_are_as_large_for_any_number_of_tokens() -> None:
 # ---- Runs ----------------------------------------------------------------------------------------
 
 RUN = environment("STEPS=3 LR_DECAY_STEPS=3 BATCH_SIZE=4 TRAIN_MICRO_BATCH_SIZE=4 REMAT=full")
-RUN["SAVE_EVERY_STEPS"] = "1"
+RUN |= environment("MAX_LENGTH_SAMPLE=32 SAVE_EVERY_STEPS=1 EVAL_EVERY_STEPS=0")
 GRPO = environment("NUM_PRE_Q=4 LORA_RANK=2")
-SFT = environment("SCRIPT=train_sft.py REWARD_FN= REWARD_WEIGHTS= MAX_LENGTH_SAMPLE=96")
-SFT["COMPLETION_COLUMN"] = "answer"
+SFT = environment("REWARD_FN= REWARD_WEIGHTS= MAX_LENGTH_SAMPLE=96 COMPLETION_COLUMN=answer")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [TINY_QWEN35, TINY_MOE], ids=["qwen3_5", "qwen3_moe"])
 def test_a_cold_start_and_grpo_behind_it_end_to_the_bit_as_ever_if_they_are_killed(
-    changes: dict[str, Any], tmp_path: Path
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model of the cold start is the teacher of GRPO."""
+    """The model of the cold start is the teacher of GRPO. What a kill leaves is copied."""
     make_random_model(REPO / "tiny", tmp_path / "model", changes)
     model = str(tmp_path / "model")
     sft, grpo = tmp_path / "sft", tmp_path / "grpo"
-    runs = {sft: SFT | {"MODEL_PATH": model}}
-    runs[grpo] = GRPO | {"MODEL_PATH": f"{sft}/hf", "TEACHER_PATH": model}
-    for out, script in runs.items():
-        train(out, **RUN, **script)
-        killed = out.parent / f"{out.name}_killed"
-        process = start(killed, RUN | script, 1)
-        wait_for(process, r"^step=2 ")
-        process.kill()
-        assert finish(process, killed).code == -9
-        assert "\nresumed after " in train(killed, **RUN, **script).lines
+    of_grpo = GRPO | {"MODEL_PATH": f"{sft}/hf", "TEACHER_PATH": model}
+    for out, script, update, env in (
+        (sft, train_sft, "train_on_mini_batch", SFT | {"MODEL_PATH": model}),
+        (grpo, train_grpo, "update_policy", of_grpo),
+    ):
+        killed = out.with_name(f"{out.name}_killed")
+        with monkeypatch.context() as patch:
+            copy_at_call(patch, script, update, 3, out, 2, killed)
+            assert run_here(out, script, RUN | env).code == 0
+        resumed = run_here(killed, script, RUN | env)
+        assert resumed.code == 0 and "\nresumed after 2 of 3 steps" in resumed.lines
         ours, theirs = (checkpoint_arrays(folder, 3) for folder in (out, killed))
         assert ours.keys() == theirs.keys()
         assert all(ours[key].tobytes() == theirs[key].tobytes() for key in ours)

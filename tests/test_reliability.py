@@ -23,6 +23,7 @@ from runs import (
     checkpoint_arrays,
     environment,
     finish,
+    latest_checkpoint,
     start_run,
     start_two,
     wait_for,
@@ -68,12 +69,6 @@ def undisturbed(out: Path, kind: str) -> Path:
 
 
 # ---- Killed and stopped --------------------------------------------------------------------------
-
-
-def latest_checkpoint(folder: Path) -> int:
-    """The step of the newest complete checkpoint, or -1."""
-    names = [path.name for path in (folder / "checkpoints").glob("*")]
-    return max((int(name) for name in names if name.isdigit()), default=-1)
 
 
 def wait_for_a_checkpoint_after(step: int, folder: Path, process: Popen) -> None:

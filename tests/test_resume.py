@@ -9,8 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import Result, assert_same_run, few_examples, finish, metric_records, start_run, wait_for
+from runs import (
+    DEMANDING,
+    Result,
+    assert_same_run,
+    copy_at_call,
+    few_examples,
+    metric_records,
+    run_here,
+)
 
+import train_grpo
 from config import Config
 from fingerprint import result_fingerprint
 from infra import hosts
@@ -356,11 +365,11 @@ def test_our_rewards_py_is_no_file_of_the_user() -> None:
 
 # ---- Going on ------------------------------------------------------------------------------------
 
-THREE = {"EVAL_EVERY_STEPS": "0", "SAVE_KEEP": "0", "STEPS": "3"}
+THREE = {"EVAL_EVERY_STEPS": "0", "SAVE_KEEP": "0", "STEPS": "3", "MAX_LENGTH_SAMPLE": "32"}
 
 
 def run(folder: Path, **env: str) -> Result:
-    return finish(start_run(folder, **THREE | env), folder)
+    return run_here(folder, train_grpo, DEMANDING | THREE | env)
 
 
 @pytest.fixture(scope="module")
@@ -391,7 +400,6 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
     assert_same_run(short, original, steps=3)
 
 
-@pytest.mark.slow
 def test_a_finished_run_that_is_started_again_makes_what_is_asked_and_loses_no_evaluation(
     short: Path,
 ) -> None:
@@ -415,21 +423,21 @@ def test_a_finished_run_that_is_started_again_makes_what_is_asked_and_loses_no_e
     assert len({file.read_bytes() for file in weights}) == 1
 
 
-@pytest.mark.slow
-def test_a_fork_that_is_killed_goes_on_by_the_same_command(short: Path, tmp_path: Path) -> None:
-    """It is killed in its second step. It has a checkpoint of its own before its first record."""
+def test_a_fork_that_is_killed_goes_on_by_the_same_command(
+    short: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a kill in its second step leaves is copied; the fork has a checkpoint of its own before
+    its first record."""
     longer = {"STEPS": "5", "LR_DECAY_STEPS": "3", "RESUME": f"{short}/checkpoints/2"}
     straight, fork = tmp_path / "straight", tmp_path / "fork"
-    assert run(straight, **longer).code == 0
     before = sorted((file, file.stat().st_mtime_ns) for file in short.rglob("*"))
-    process = start_run(fork, **THREE | longer)
-    wait_for(process, "^step=3 ")
-    process.kill()
-    process.communicate()
+    with monkeypatch.context() as patch:
+        copy_at_call(patch, train_grpo, "update_policy", 2, straight, 3, fork)
+        assert run(straight, **longer).code == 0
     assert read_run(fork)["has_saved"] and (fork / "checkpoints" / "2").is_dir()
     result = run(fork, **longer)
     assert result.code == 0, result.errors
-    assert re.search("^resumed after . of 5 steps", result.lines, re.M)
+    assert "\nresumed after 3 of 5 steps" in result.lines
     assert [r["step"] for r in metric_records(fork)] == [2, 3, 4]
     assert_same_run(fork, straight, steps=5)
     assert sorted((file, file.stat().st_mtime_ns) for file in short.rglob("*")) == before

@@ -12,30 +12,29 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from subprocess import Popen
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from runs import (
+    DEMANDING,
     REPO,
     Result,
     assert_same_run,
+    copy_at_call,
     environment,
     few_examples,
-    finish,
     run_as_user,
-    start_run,
+    run_here,
     train,
     train_two,
-    wait_for,
 )
 from safetensors.numpy import load_file, save_file
 from small_model import train_layout
 from test_hf import refused
-from test_reliability import wait_for_a_checkpoint_after
 
+import train_grpo
 from chat import ChatFormat
 from config import Config
 from data import Prompt
@@ -412,25 +411,19 @@ def test_eval_only_refuses_reward_model_as_the_first_function(short: Path, tmp_p
     assert done.code == 2 and done.errors.startswith(line)
 
 
-def start_scored(folder: Path, short: Path, **env: str) -> Popen[bytes]:
-    functions = {"REWARD_FN": "reward_correct,reward_model", "REWARD_WEIGHTS": "1,0.1"}
-    steps = {"STEPS": "3", "EVAL_EVERY_STEPS": "2"}
-    return start_run(folder, **functions | steps, REWARD_MODEL_PATH=str(short), **env)
-
-
 def test_a_run_that_is_killed_and_resumed_ends_like_an_undisturbed_one(
-    short: Path, tmp_path: Path
+    short: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    undisturbed, folder = tmp_path / "undisturbed", tmp_path / "killed"
-    assert finish(start_scored(undisturbed, short), undisturbed).code == 0
-    killed = start_scored(folder, short)
-    wait_for(killed, r"^step=0 ")
-    wait_for_a_checkpoint_after(0, folder, killed)
-    killed.kill()
-    finish(killed, folder)
-    resumed = finish(start_scored(folder, short), folder)
-    assert resumed.code == 0 and "resumed after" in resumed.lines, resumed.errors
-    assert_same_run(undisturbed, folder, 3)
+    """What a kill in the second step leaves is copied."""
+    env = {"REWARD_FN": "reward_correct,reward_model", "REWARD_WEIGHTS": "1,0.1", "STEPS": "3"}
+    env |= {"REWARD_MODEL_PATH": str(short), "EVAL_EVERY_STEPS": "2", "MAX_LENGTH_SAMPLE": "32"}
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    with monkeypatch.context() as patch:
+        copy_at_call(patch, train_grpo, "update_policy", 2, undisturbed, 1, killed)
+        assert run_here(undisturbed, train_grpo, DEMANDING | env).code == 0
+    resumed = run_here(killed, train_grpo, DEMANDING | env)
+    assert resumed.code == 0 and "resumed after 1 of 3 steps" in resumed.lines, resumed.errors
+    assert_same_run(undisturbed, killed, 3)
 
 
 @pytest.mark.slow

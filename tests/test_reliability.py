@@ -21,14 +21,18 @@ from runs import (
     Result,
     assert_same_run,
     checkpoint_arrays,
+    copy_at_call,
     environment,
     finish,
     latest_checkpoint,
+    run_here,
     start_run,
     start_two,
     wait_for,
 )
 from safetensors.numpy import load_file, save_file
+
+import train_grpo
 
 # Each of two processes has half of the prompts, and one device.
 HALF = environment("BATCH_SIZE=2 TRAIN_MICRO_BATCH_SIZE=4")
@@ -50,24 +54,6 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-GAME = f"ENVIRONMENT_CLASS={Path(__file__).parent}/games.py:Chance MAX_TURNS=2"
-KINDS = {
-    "all weights": {},
-    "adapters that play in turns": environment(
-        f"{GAME} REWARD_FN= REWARD_WEIGHTS= MAX_LENGTH_SAMPLE=64 LORA_RANK=4 LEARNING_RATE=3e-3"
-    ),
-}
-
-
-def undisturbed(out: Path, kind: str) -> Path:
-    """The folder of a run of this kind, which only the first call makes."""
-    folder = out / f"undisturbed {kind}"
-    if not folder.exists():
-        result = finish(start_run(folder, **KINDS[kind]), folder)
-        assert result.code == 0, result.errors
-    return folder
-
-
 # ---- Killed and stopped --------------------------------------------------------------------------
 
 
@@ -77,23 +63,13 @@ def wait_for_a_checkpoint_after(step: int, folder: Path, process: Popen) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind, moments",
-    [
-        ("all weights", ("start", "step", "saved", "step", signal.SIGTERM)),
-        ("adapters that play in turns", ("saved", signal.SIGHUP)),
-    ],
-)
-def test_a_run_that_is_killed_and_stopped_ends_like_the_undisturbed_run(
-    out: Path, kind: str, moments: tuple[str | signal.Signals, ...]
-) -> None:
+def test_a_run_that_is_killed_and_stopped_ends_like_the_undisturbed_run(out: Path) -> None:
     """It is killed while it starts, in a step before and after its first checkpoint, and as soon as
     another checkpoint is complete. A signal saves a checkpoint of the last complete step."""
-    folder, rng = out / f"disturbed {kind}", random.Random(0)
-    for moment in moments:
+    folder, rng = out / "disturbed", random.Random(0)
+    for moment in ("start", "step", "saved", "step", signal.SIGHUP, signal.SIGTERM):
         saved = latest_checkpoint(folder)
-        often = "1" if moment == "saved" else "1000"
-        process = start_run(folder, SAVE_EVERY_STEPS=often, **KINDS[kind])
+        process = start_run(folder, SAVE_EVERY_STEPS="1" if moment == "saved" else "1000")
         if moment == "start":
             time.sleep(rng.uniform(0.1, 3.0))
         else:
@@ -112,10 +88,27 @@ def test_a_run_that_is_killed_and_stopped_ends_like_the_undisturbed_run(
         assert result.code == 128 + moment, result.errors
         done = re.search(r"^STOPPED: (\w+) steps=(\d+) saved_step=(\d+)$", result.lines, re.M)
         assert done[1] == moment.name and done[2] == done[3] and int(done[3]) > saved
-    result = finish(start_run(folder, **KINDS[kind]), folder)
-    assert result.code == 0, result.errors
-    assert "\nresumed after " in result.lines
-    assert_same_run(folder, undisturbed(out, kind))
+    results = [finish(start_run(x), x) for x in (folder, out / "undisturbed")]
+    assert [result.code for result in results] == [0, 0], [result.errors for result in results]
+    assert "\nresumed after " in results[0].lines
+    assert_same_run(folder, out / "undisturbed")
+
+
+@pytest.mark.slow
+def test_adapters_that_play_in_turns_end_like_an_undisturbed_run_if_they_are_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a kill in the third step leaves is copied."""
+    game = f"ENVIRONMENT_CLASS={Path(__file__).parent}/games.py:Chance MAX_TURNS=2"
+    env = DEMANDING | environment(f"{game} MAX_LENGTH_SAMPLE=64 LORA_RANK=4 LEARNING_RATE=3e-3")
+    env |= {"REWARD_FN": "", "REWARD_WEIGHTS": ""}
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    with monkeypatch.context() as patch:
+        copy_at_call(patch, train_grpo, "update_policy", 3, undisturbed, 2, killed)
+        assert run_here(undisturbed, train_grpo, env).code == 0
+    result = run_here(killed, train_grpo, env)
+    assert result.code == 0 and "\nresumed after 2 of 6 steps" in result.lines
+    assert_same_run(killed, undisturbed)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])

@@ -336,3 +336,7 @@ def assert_same_run(a: Path, b: Path, steps: int = STEPS) -> None:
     assert metric_records(a) == metric_records(b)
     for name in ("samples.jsonl", "eval.jsonl"):
         assert (a / name).read_bytes() == (b / name).read_bytes()
+
+
+APPLES = "Grace had 22 apples, lost 7 and then found 3. How many apples does Grace have now?"
+GREEDY = "<think>22-7=25, 25+3=28</think>\n<answer>28</answer>"  # of the tiny model

@@ -26,6 +26,7 @@ from safetensors.numpy import save_file
 from config import Config
 from data import Prompt, pad_prompts
 from infra.settings import REPO
+from loss import Objective, policy_loss
 from loss_pallas import Kernel
 from model.layout import ROLLOUT_BATCH_AXES, TRAIN_BATCH_AXES, Layout
 from model.network import ComputeConfig
@@ -673,3 +674,29 @@ def write_goldens() -> None:
 
 if __name__ == "__main__":
     write_goldens()
+
+
+def copy_tiny(folder: Path, **changes: dict[str, object]) -> Path:
+    """A copy of tiny/ with these changes of its config.json and tokenizer_config.json."""
+    shutil.copytree(REPO / "tiny", folder, ignore=shutil.ignore_patterns("*.jsonl"))
+    for name, changed in changes.items():
+        file = folder / f"{name}.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    return folder
+
+
+def value_and_grad(
+    logps: Any, old: Any, advantages: Any, mask: Any, num_tokens: float, **others: Any
+) -> tuple[float, np.ndarray, dict[str, float]]:
+    """The loss, its gradient [R, T] and its metrics; lists count as float32 arrays."""
+    inputs = [jnp.asarray(x, jnp.float32) for x in (old, advantages)]
+    settings = {name: others.pop(name) for name in Objective._fields if name in others}
+    keywords = {name: jnp.float32(x) if np.ndim(x) else x for name, x in others.items()}
+    keywords["objective"] = Objective(**settings)
+
+    def loss(logps: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        return policy_loss(logps, *inputs, jnp.asarray(mask), num_tokens, **keywords)
+
+    (value, metrics), grad = jax.value_and_grad(loss, has_aux=True)(jnp.float32(logps))
+    assert value.shape == () and float(metrics.pop("loss")) == float(value)
+    return float(value), np.asarray(grad), {name: float(x) for name, x in metrics.items()}

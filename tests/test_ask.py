@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import REPO, Result, few_examples, run_as_user
+from runs import APPLES, GREEDY, REPO, Result, few_examples, run_as_user
 from small_model import GEMMA_TEMPLATES, train_layout, write_gemma
 
 from config import Config
@@ -20,9 +20,6 @@ from model.network import ComputeConfig, forward
 from model.params import arrange_layers
 from rewards import SYSTEM_PROMPT
 from tools.ask import ask, find_weights
-
-APPLES = "Grace had 22 apples, lost 7 and then found 3. How many apples does Grace have now?"
-GREEDY = "<think>22-7=25, 25+3=28</think>\n<answer>28</answer>"  # of the tiny model
 
 
 @pytest.fixture(scope="module")

@@ -186,6 +186,13 @@ def test_no_function_is_longer_than_the_rule_says() -> None:
 
 
 @pytest.mark.style
+def test_no_test_file_imports_another() -> None:
+    """What several of them need is in modules by subject, such as tests/runs.py."""
+    texts = [file.read_text(encoding="utf-8") for file in (REPO / "tests").rglob("*.py")]
+    assert not re.findall(r"^(?:from|import) test_\w+", "".join(texts), re.M)
+
+
+@pytest.mark.style
 def test_no_class_inherits_from_another_class_of_this_project() -> None:
     trees = [ast.parse(file.read_text(encoding="utf-8")) for file in code().values()]
     classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_hf import refused
+from mistakes import refused
 from tokenizers.processors import TemplateProcessing
 
 from chat import (

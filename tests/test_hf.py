@@ -6,7 +6,6 @@ import errno
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,15 +14,23 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from mistakes import refused
 from runs import REPO, environment, few_examples, finish, start_two, train
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
-from small_model import FAMILIES, LLAMA3, tensors, transformers_logits, write_config, write_folder
+from small_model import (
+    FAMILIES,
+    LLAMA3,
+    copy_tiny,
+    tensors,
+    transformers_logits,
+    write_config,
+    write_folder,
+)
 
 from chat import ChatFormat
 from config import Config
 from fingerprint import result_fingerprint
-from infra.mistakes import UserMistake
 from model import hf
 from model.int8 import quantize
 from model.layout import make_mesh
@@ -52,23 +59,6 @@ def mesh(shape: str = "1,8,1") -> Mesh:
 
 def load(folder: Path) -> Params:
     return hf.load_params(folder, hf.read_config(folder), mesh(), np.float32)
-
-
-def refused(call: Callable, *parts: str) -> None:
-    """The call raises a UserMistake of one line that contains the parts."""
-    with pytest.raises(UserMistake) as error:
-        call()
-    for part in parts:
-        assert part in str(error.value) and "\n" not in str(error.value)
-
-
-def copy_tiny(folder: Path, **changes: dict[str, object]) -> Path:
-    """A copy of tiny/ with these changes of its config.json and tokenizer_config.json."""
-    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.jsonl"))
-    for name, changed in changes.items():
-        file = folder / f"{name}.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | changed))
-    return folder
 
 
 # ---- config.json ---------------------------------------------------------------------------------

@@ -13,10 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import REPO, Result, environment, finish, start, train
-from safetensors.numpy import load_file
-from small_model import QWEN2, write_folder
-from test_lora import (
+from adapters import (
     FIELDS,
     KL,
     MODEL,
@@ -27,6 +24,9 @@ from test_lora import (
     merged_by_hand,
     whole,
 )
+from runs import REPO, Result, environment, finish, start, train
+from safetensors.numpy import load_file
+from small_model import QWEN2, write_folder
 
 from config import Config
 from infra.mistakes import UserMistake

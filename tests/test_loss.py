@@ -9,10 +9,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_model import value_and_grad
 
 from loss import MERGE, TOKEN_LOSSES, Objective, policy_loss, sampler_weights, top_entropy_mask
 from objectives import OBJECTIVES
@@ -25,23 +25,6 @@ NAN, INF, LN2 = math.nan, math.inf, math.log(2)
 
 
 # ---- The objective: TRL's figures ----------------------------------------------------------------
-
-
-def value_and_grad(
-    logps: Any, old: Any, advantages: Any, mask: Any, num_tokens: float, **others: Any
-) -> tuple[float, np.ndarray, dict[str, float]]:
-    """The loss, its gradient [R, T] and its metrics; lists count as float32 arrays."""
-    inputs = [jnp.asarray(x, jnp.float32) for x in (old, advantages)]
-    settings = {name: others.pop(name) for name in Objective._fields if name in others}
-    keywords = {name: jnp.float32(x) if np.ndim(x) else x for name, x in others.items()}
-    keywords["objective"] = Objective(**settings)
-
-    def loss(logps: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        return policy_loss(logps, *inputs, jnp.asarray(mask), num_tokens, **keywords)
-
-    (value, metrics), grad = jax.value_and_grad(loss, has_aux=True)(jnp.float32(logps))
-    assert value.shape == () and float(metrics.pop("loss")) == float(value)
-    return float(value), np.asarray(grad), {name: float(x) for name, x in metrics.items()}
 
 
 def trl_inputs(

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import pytest
 from faults.random_deadlines import missing, start_with
 from faults.random_faults import SETTINGS as DEMO
+from life import life_of
 from runs import Result, assert_same_run, environment, metric_records, run_here, train_two
-from test_run_log import life_of
 
 import config
 import sampling

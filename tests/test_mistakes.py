@@ -9,7 +9,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from runs import REPO, Result, few_examples, run_as_user
+from mistakes import few, mistake_of
+from runs import REPO, Result, run_as_user
 from safetensors.numpy import save_file
 from small_model import FAMILIES, tensors, write_config
 
@@ -45,18 +46,6 @@ RUNS = {  # found only by a run: its environment, words of the line
     "mpirun": ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2: this seems to be one of"),
     "no bucket": ({"CHECKPOINT_DIR": "nosuch://bucket"}, "CHECKPOINT_DIR=nosuch://bucket: "),
 }
-
-
-def few() -> dict[str, str]:
-    return {"DATASET": str(few_examples(32, 32))}
-
-
-def mistake_of(**env: str) -> str:
-    """The mistake that the inputs of a run with these settings have, in its single line."""
-    with pytest.raises(UserMistake) as error:
-        set_up(Config.from_env(few() | env))
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 @pytest.mark.parametrize(("env", "words"), INPUTS, ids=[words[:40] for _, words in INPUTS])

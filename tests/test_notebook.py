@@ -14,8 +14,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 import pytest
-from runs import FASTER_TO_COMPILE, REPO, copy_repository
-from test_ask import APPLES, GREEDY
+from runs import APPLES, FASTER_TO_COMPILE, GREEDY, REPO, copy_repository
 
 from config import Config
 from infra.settings import parse_command_line

@@ -7,7 +7,6 @@ import os
 import resource
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +14,9 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from life import life_of
 from runs import REPO
 
-from infra.checkpoint import Checkpoints, Progress
-from infra.hosts import StopSignal
-from infra.lifecycle import Lifecycle
 from infra.log import RunLog, replace_file
 from infra.mistakes import Unwritable
 from infra.resume import read_run
@@ -67,19 +64,6 @@ def test_the_time_left_is_that_of_a_median_step(tmp_path: Path) -> None:
 
 
 # ---- Evaluations, checkpoints and the end --------------------------------------------------------
-
-
-def life_of(out: Path, **settings: int) -> Lifecycle:
-    return Lifecycle(
-        **{"steps": 4, "eval_every_steps": 0, "save_every_steps": 0} | settings,
-        out=out,
-        log=RunLog(out, steps=4, writes=True),
-        checkpoints=Checkpoints(f"{out}/checkpoints"),
-        progress=Progress(),
-        review=lambda state, reason: {},
-        began=time.perf_counter(),
-        stop_signal=StopSignal(),
-    )
 
 
 def test_a_checkpoint_knows_its_evaluations_the_best_step_and_the_lengths_of_the_files(

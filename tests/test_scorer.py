@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from mistakes import refused
 from runs import (
     DEMANDING,
     REPO,
@@ -32,7 +33,6 @@ from runs import (
 )
 from safetensors.numpy import load_file, save_file
 from small_model import train_layout
-from test_hf import refused
 
 import train_grpo
 from chat import ChatFormat

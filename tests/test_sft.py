@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mistakes import refused
 from runs import (
     REPO,
     Result,
@@ -32,7 +33,6 @@ from runs import (
 )
 from safetensors.numpy import save_file
 from small_model import GEMMA_TEMPLATES, train_layout, write_gemma
-from test_hf import refused
 from tokenizers.normalizers import Prepend
 
 from chat import ChatFormat

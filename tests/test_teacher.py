@@ -15,11 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mistakes import refused
 from runs import REPO, Result, environment, few_examples, train, train_two
 from safetensors.numpy import load_file, save_file
-from small_model import numpy_logits, numpy_softmax, train_layout, without_rewards
-from test_hf import copy_tiny, refused
-from test_loss import value_and_grad
+from small_model import (
+    copy_tiny,
+    numpy_logits,
+    numpy_softmax,
+    train_layout,
+    value_and_grad,
+    without_rewards,
+)
 
 from config import Config
 from data import Prompt

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import pytest
 from boxes import Boxes, write_calls
-from test_turns import Script, answers
+from dialogues import Script, answers
 
 from config import Config
 from model import hf

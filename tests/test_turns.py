@@ -12,18 +12,16 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dialogues import END, GAMES, TOKENIZER, Script, answers, ids_of, user
 from games import Echo
-from runs import REPO, environment, few_examples, run_as_user, train
-from small_model import GEMMA_TEMPLATES, NEVER, PAD, PROMPTS, QWEN2, layout, weights
-from test_ask import APPLES
-from test_mistakes import mistake_of
-from test_replay_by_hand import (
+from mistakes import mistake_of
+from replay import (
     BETA,
     EPS_HIGH,
     EPS_LOW,
@@ -35,7 +33,8 @@ from test_replay_by_hand import (
     by_hand,
     update_by_hand,
 )
-from tokenizers import Tokenizer
+from runs import APPLES, REPO, environment, few_examples, run_as_user, train
+from small_model import GEMMA_TEMPLATES, NEVER, PAD, PROMPTS, QWEN2, layout, weights
 
 from config import DEFAULT_TURNS, Config
 from data import Prompt, build_prompts, pad_prompts
@@ -55,14 +54,7 @@ from sampling import Completions, NaiveBackend, Stopping
 from startup import set_up
 from tools.plan import list_programs, make_plan
 
-TINY, GAMES = REPO / "tiny", REPO / "tests" / "games.py"
 QWEN3 = str(REPO / "docs" / "qwen3_turns.jinja")
-TOKENIZER = Tokenizer.from_file(str(TINY / "tokenizer.json"))
-END = 2  # the tiny model's stop token, <|im_end|>
-
-
-def ids_of(text: str) -> list[int]:
-    return TOKENIZER.encode(text, add_special_tokens=False).ids
 
 
 def text_of(ids: list[int]) -> str:
@@ -78,39 +70,6 @@ def run_of(name: str, settings: str = "", **more: str) -> Run:
     env = environment(f"SYSTEM_PROMPT=Add. NUM_PRE_Q=2 BATCH_SIZE=8 EVAL_EVERY_STEPS=0 {settings}")
     env |= {"ENVIRONMENT_CLASS": f"{GAMES}:{name}", "DATASET": str(few_examples())}
     return set_up(Config.from_env(env | more))
-
-
-class Script:
-    """Draws the given turns of each sequence instead of a model, as far as there is room."""
-
-    def __init__(self, turns: list[list[str]], T: int) -> None:
-        self.turns, self.T = [[ids_of(text) for text in of_one] for of_one in turns], T
-        self.asked: list[list[tuple[list[int], int, int]]] = []  # of each pass
-
-    def generate(
-        self,
-        prompt_ids: np.ndarray,
-        prompt_mask: np.ndarray,
-        sequence_ids: np.ndarray,
-        key: Any,
-        sampling: Any,
-        earlier: np.ndarray | None = None,
-    ) -> Completions:
-        b, T = len(sequence_ids), self.T
-        earlier = np.zeros(b, np.int32) if earlier is None else earlier
-        places = np.arange(b) * len(prompt_ids) // b
-        prompts = [prompt_ids[i][prompt_mask[i] > 0].tolist() for i in places]
-        triples = zip(prompts, sequence_ids.tolist(), earlier.tolist(), strict=True)
-        self.asked.append([*triples])
-        ids, mask = np.full((b, T), END, np.int32), np.zeros((b, T), np.int32)
-        for i, (_, number, count) in enumerate(self.asked[-1]):
-            if count < T:
-                drawn = self.turns[number].pop(0)[: T - count]
-                ids[i, : len(drawn)], mask[i, : len(drawn)] = drawn, 1
-        logps = np.float32(-ids / 1000 * mask)
-        support = np.where(mask[:, :, None] > 0, ids[:, :, None] + [0, 1], -1).astype(np.int32)
-        lengths, sevens = mask.sum(axis=1).astype(np.int32), np.full(b, 7, np.int32)
-        return Completions(sequence_ids, ids, mask, lengths, logps, sevens, support, lengths // 2)
 
 
 class Talk(NamedTuple):
@@ -151,16 +110,6 @@ def answer_of(environments: TurnEnvironments, sequence_id: int, turn: int, text:
     """The tokens of the environment's answer to one completion."""
     [ids] = environments.answers([sequence_id], turn, [text])
     return ids
-
-
-def user(text: str) -> str:
-    """A message between two turns, as the tiny model's chat template writes it."""
-    return f"\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
-
-
-def answers(*texts: str) -> str:
-    """The message with the answers to the calls of a turn, as Qwen3's template writes it."""
-    return user("\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in texts))
 
 
 # ---- Tokens and masks ----------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""A reference of Qwen3.5 that goes token by token through each sequence alone, in float64 numpy."""
+"""Qwen3.5: a reference that goes token by token through each sequence alone, in float64 numpy, and
+random configs."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -88,3 +89,49 @@ def reference_logps(params: Params, prompt: Sequence[int], completion: Sequence[
     """[n] float64: the log-probability of each of n completion tokens."""
     probs = numpy_softmax(reference(params, [*prompt, *completion[:-1]])[len(prompt) - 1 :])
     return np.log(probs[np.arange(len(completion)), list(completion)])
+
+
+def random_config(seed: int, experts: bool = False) -> Any:
+    """The config of transformers of a random Qwen3.5, or of one with experts."""
+    import transformers
+
+    rng = np.random.default_rng(seed)
+
+    def pick(*values: int) -> int:
+        return int(rng.choice(values))
+
+    interval, key_heads, head_dim = pick(2, 3, 4), pick(1, 2, 3), pick(8, 16, 24)
+    pairs = head_dim // 4
+    sizes, make = {}, transformers.Qwen3_5TextConfig
+    if experts:
+        make = transformers.Qwen3_5MoeTextConfig
+        names = "num_experts", "num_experts_per_tok", "moe_intermediate_size"
+        values = pick(4, 6, 11), pick(2, 3, 4), pick(8, 20)
+        sizes = dict(zip(names, values, strict=True), shared_expert_intermediate_size=pick(12, 24))
+    return make(
+        **sizes,
+        vocab_size=pick(50, 97),
+        hidden_size=pick(24, 40),
+        intermediate_size=pick(40, 56),
+        num_hidden_layers=interval * pick(1, 2),
+        full_attention_interval=interval,
+        num_attention_heads=4,
+        num_key_value_heads=pick(1, 2, 4),
+        head_dim=head_dim,
+        linear_num_key_heads=key_heads,
+        linear_num_value_heads=key_heads * pick(1, 2, 3),
+        linear_key_head_dim=pick(4, 8, 12),
+        linear_value_head_dim=pick(4, 8, 20),
+        linear_conv_kernel_dim=pick(2, 4),
+        # With 1e-6 the norm behind the rule would enlarge the rounding of outputs that are near 0.
+        rms_norm_eps=1e-2,
+        max_position_embeddings=512,
+        tie_word_embeddings=bool(pick(0, 1)),
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3],
+            "mrope_interleaved": True,
+        },
+    )

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from qwen35_by_hand import random_config
 from safetensors.numpy import load_file, save_file
 from small_model import (
     FAMILIES,
@@ -28,7 +29,6 @@ from small_model import (
     train_layout,
     write_config,
 )
-from test_qwen35 import random_config
 
 from model import experts, hf
 from model.attention import Cache, map_kv, prompt_rows

@@ -8,11 +8,8 @@ of W, that of A is s G B^T and that of B is s A^T G.
 import dataclasses
 import functools
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,10 +32,11 @@ from adapters import (
     merged_by_hand,
     whole,
 )
-from runs import FASTER_TO_COMPILE, REPO, Result, checkpoint_arrays, environment, train
+from runs import REPO, Result, checkpoint_arrays, environment, metric_records, train
 from safetensors.numpy import load_file
 from small_model import QWEN2, assert_close, train_layout, weights, write_folder
 
+import metrics
 from config import Config
 from infra.mistakes import UserMistake
 from metrics import check_drift
@@ -146,9 +144,9 @@ def test_the_drift_that_rounding_explains_depends_on_the_dtypes() -> None:
         lines, cfg = [], SimpleNamespace(filters_logps=lambda: filters)
         learner, rollout = SimpleNamespace(compute=learner), SimpleNamespace(compute=rollout)
         run = SimpleNamespace(cfg=cfg, learner=learner, rollout=rollout)
-        metrics = {} if nats is None else {"sampling_logp_difference/mean": nats}
+        found = {} if nats is None else {"sampling_logp_difference/mean": nats}
         log = SimpleNamespace(print_line=lines.append)
-        assert check_drift(run, log, 1, metrics, is_new_run=False) == (nats is not None)
+        assert check_drift(run, log, 1, found, is_new_run=False) == (nats is not None)
         return "".join(lines)
 
     training = ComputeConfig(MODEL, FLOAT32, None)
@@ -163,41 +161,25 @@ def test_the_drift_that_rounding_explains_depends_on_the_dtypes() -> None:
     assert note_of(0.06, training._replace(model=linear), rollout) == ""  # measured
 
 
-# A run whose sampler differs from the trainer by more than this level.
-DRIFTING = """
-import runpy, sys, metrics
-metrics.DRIFT_LEVELS["float32"] = -1.0
-sys.argv = ["train_grpo.py"]
-runpy.run_path("train_grpo.py", run_name="__main__")
-"""
-
-
 @pytest.mark.slow
 def test_drift_ends_a_run_once_a_step_has_a_gradient_and_is_told_in_a_resumed_one(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "late.py").write_text(
         "def late(completions, trainer_state, **columns):\n"
         "    return [i % 2 * trainer_state['global_step'] for i in range(len(completions))]\n"
     )
-    settings = environment("BATCH_SIZE=2 NUM_PRE_Q=4 SAVE_EVERY_STEPS=1 EVAL_EVERY_STEPS=0")
-    settings["REWARD_FN"] = f"{tmp_path}/late.py:late"  # all are 0 in step 0
-
-    def run(steps: int, *command: str) -> subprocess.CompletedProcess:
-        env = os.environ | FASTER_TO_COMPILE | settings
-        env |= {"STEPS": str(steps), "OUTPUT_DIR": str(tmp_path / "run"), "LR_DECAY_STEPS": "2"}
-        return subprocess.run(
-            [sys.executable, *command], cwd=REPO, env=env, capture_output=True, text=True
-        )
-
-    ended = run(2, "-c", DRIFTING)
-    assert ended.returncode == 1 and "rounding explains at most -1" in ended.stderr
-    assert "\nstep=1 loss=" in ended.stdout
-    shutil.rmtree(tmp_path / "run")
-    assert run(1, "train_grpo.py").returncode == 0
-    resumed = run(2, "-c", DRIFTING)
-    assert resumed.returncode == 0, resumed.stderr
-    assert re.search("^note step=1: .* rounding explains at most -1$", resumed.stdout, re.M)
+    settings = environment("BATCH_SIZE=2 NUM_PRE_Q=4 SAVE_EVERY_STEPS=1 LR_DECAY_STEPS=2")
+    # All rewards of step 0 are equal.
+    settings |= {"REWARD_FN": f"{tmp_path}/late.py:late", "REWARD_WEIGHTS": "1"}
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="explains at most -1$"):
+        patch.setitem(metrics.DRIFT_LEVELS, "float32", -1.0)
+        train(tmp_path / "drifting", **settings, STEPS="2")
+    assert len(metric_records(tmp_path / "drifting")) == 2
+    train(tmp_path / "run", **settings, STEPS="1")
+    monkeypatch.setitem(metrics.DRIFT_LEVELS, "float32", -1.0)
+    resumed = train(tmp_path / "run", **settings, STEPS="2")
+    assert re.search("^note step=1: .* rounding explains at most -1$", resumed.lines, re.M)
 
 
 # ---- Runs, and folders of PEFT -------------------------------------------------------------------

@@ -74,7 +74,8 @@ def planned(capsys: pytest.CaptureFixture, command: str, **env: str) -> tuple[in
 def plan_of_a_user(model: Path, name: str, **settings: str) -> subprocess.CompletedProcess:
     of_tests = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
     env = {k: v for k, v in os.environ.items() if k not in of_tests}
-    env |= SMALL | {"MODEL_PATH": str(model)} | settings
+    # One micro-step: the plan compiles no other sizes to find the largest that fits.
+    env |= SMALL | {"MODEL_PATH": str(model), "GRAD_ACCUM_STEPS": "1"} | settings
     command = [sys.executable, str(REPO / "train_grpo.py"), "--plan", name]
     pipes = {"text": True, "capture_output": True, "timeout": 500}
     return subprocess.run(command, cwd=model, env=env, **pipes)

@@ -4,18 +4,22 @@ extras/report.py.
 A report is read as its text; that a browser shows it well is nothing that a test can say.
 """
 
+import contextlib
+import io
 import json
 import math
 import os
 import re
 import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from runs import REPO, Result, environment, finish, start, start_script, train, wait_for
 
+from extras import report
 from extras.report import History, Reviewer, first_steps, read_history, render_report
 from infra.log import RunLog, read_lines
 from metrics import sample_table
@@ -42,10 +46,18 @@ def summary_of(out: Path) -> dict[str, Any]:
 
 def tool(*args: str | Path) -> tuple[int, str, str]:
     """Runs extras/report.py: its exit code, stdout and stderr."""
-    script, env = REPO / "extras" / "report.py", dict(os.environ)
-    process = start_script(script, *map(str, args), cwd=REPO, env=env)
-    lines, errors = (text.decode() for text in process.communicate(timeout=300))
-    return process.returncode, lines, errors
+    lines, errors, code = io.StringIO(), io.StringIO(), 0
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(lines),
+        contextlib.redirect_stderr(errors),
+    ):
+        patch.setattr(sys, "argv", ["report.py", *map(str, args)])
+        try:
+            report.main()
+        except SystemExit as end:
+            code = end.code
+    return code, lines.getvalue(), errors.getvalue()
 
 
 # ---- Completions in the log ----------------------------------------------------------------------
@@ -208,9 +220,11 @@ def test_a_report_that_cannot_be_written_gets_a_line_and_the_run_goes_on(
 # ---- extras/report.py ----------------------------------------------------------------------------
 
 
-def test_what_is_no_run_ends_in_one_line_and_code_2(done: Result, tmp_path: Path) -> None:
-    code, lines, errors = tool(tmp_path)
-    assert (code, lines) == (2, "")
+def test_what_is_no_run_ends_in_one_line_and_code_2(tmp_path: Path) -> None:
+    script, env = REPO / "extras" / "report.py", dict(os.environ)
+    process = start_script(script, str(tmp_path), cwd=REPO, env=env)
+    lines, errors = (text.decode() for text in process.communicate(timeout=300))
+    assert (process.returncode, lines) == (2, "")
     assert errors == f"error: {tmp_path} has no config.yaml; give the OUTPUT_DIR of a run\n"
     assert not [*tmp_path.iterdir()]
 

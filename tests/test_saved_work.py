@@ -2,6 +2,7 @@
 nothing to the gradient; and the metrics of an update that computes a part of its tokens."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from runs import Result, environment, train
 from safetensors.numpy import load_file
 from small_model import TINY_QWEN35, batch_of, stopping_model
 
+import update
 from metrics import merge_updates
+from rows import Batch, RowLimits, RowShape, next_multiple
 from update import rescale_to_all_tokens
 
 COMPUTED = "throughput/update/computed_per_token"
@@ -82,18 +85,13 @@ def half(completions, answer, completion_ids, **columns):
 """
 
 
-# Each sequence has a row of its own, padded to the longest prompt and to MAX_LENGTH_SAMPLE.
-PADDED_ROWS = """
-import update
-from rows import RowShape, next_multiple
-
-def padded_rows(batch, sequences, limits):
+def padded_rows(
+    batch: Batch, sequences: Sequence[int], limits: RowLimits
+) -> tuple[list[list[list[int]]], RowShape]:
+    """Each sequence has a row of its own, padded to the longest prompt and to MAX_LENGTH_SAMPLE."""
     S = max(batch.prompt_tokens(p) for p in range(len(batch.prompts)))
     T, chunk = batch.completion_ids.shape[1], limits.chunk
     return [[[i]] for i in sequences], RowShape(next_multiple(S, chunk), T, Q=1, chunk=chunk)
-
-update.plan_rows = padded_rows
-"""
 
 
 def assert_same(result: Result, expected: Result, *left_out: str) -> None:
@@ -113,7 +111,7 @@ def assert_same(result: Result, expected: Result, *left_out: str) -> None:
     "model", [{}, pytest.param(TINY_QWEN35, marks=pytest.mark.slow)], ids=["qwen2", "qwen3_5"]
 )
 def test_a_run_learns_the_same_from_packed_rows_without_what_adds_nothing(
-    model: dict[str, Any], tmp_path: Path
+    model: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The completions have uneven lengths. One run pads rows and skips nothing; in another ended
     sequences leave the batch, too."""
@@ -124,7 +122,9 @@ def test_a_run_learns_the_same_from_packed_rows_without_what_adds_nothing(
     }
     given |= environment(SETTINGS)
     computes_all = {"SWITCHED_OFF": "skips_zero_advantages drops_ended"}
-    nothing_saved = train(tmp_path / "off", **given, **computes_all, changes=PADDED_ROWS)
+    with monkeypatch.context() as patch:
+        patch.setattr(update, "plan_rows", padded_rows)
+        nothing_saved = train(tmp_path / "off", **given, **computes_all)
     packed = train(tmp_path / "packed", **given, **computes_all)
     both = train(tmp_path / "both", **given)
     assert_same(packed, nothing_saved)

@@ -8,11 +8,12 @@ to 16 conversations, in float64.
 """
 
 import dataclasses
+import hashlib
 import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -342,23 +343,6 @@ LEARNS = environment(
     TRAIN_MICRO_BATCH_SIZE=8 LEARNING_RATE=1e-3 LR_SCHEDULE=constant WARMUP_RATIO=0 REMAT=none
     EXPORT_HF=none STEPS=8"""
 )
-# It prints a digest of the scorer's weights in each step.
-CHECKSUM = """
-import hashlib, jax
-update = train_grpo.update_policy
-start = train_grpo.start
-def with_scorer(cfg):
-    global scorer
-    started = start(cfg)
-    scorer = started[0].rollout.functions[1]
-    return started
-def with_digest(*arguments):
-    done = update(*arguments)
-    arrays = b"".join(x.tobytes() for x in jax.tree.leaves(jax.device_get(scorer.params)))
-    print("scorer", hashlib.sha256(arrays).hexdigest())
-    return done
-train_grpo.start, train_grpo.update_policy = with_scorer, with_digest
-"""
 
 
 @pytest.fixture(scope="module")
@@ -366,34 +350,54 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_scorer_of_lengths(tmp_path_factory.mktemp("scorers") / "short")
 
 
+class Learnt(NamedTuple):
+    result: Result
+    digests: list[str]  # of the scorer's weights in each step
+
+
 @pytest.fixture(scope="module")
-def learnt(short: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
-    out = tmp_path_factory.mktemp("runs") / "learnt"
+def learnt(short: Path, tmp_path_factory: pytest.TempPathFactory) -> Learnt:
+    out, runs, digests = tmp_path_factory.mktemp("runs") / "learnt", [], []
     more = {"EVAL_EVERY_STEPS": "8", "EVAL_PROMPTS": "8", "SAMPLE_EVERY_STEPS": "1"}
-    return train(out, changes=CHECKSUM, **LEARNS | more, REWARD_MODEL_PATH=str(short))
+    start, update = train_grpo.start, train_grpo.update_policy
+
+    def started(cfg: Config) -> tuple:
+        runs.append(start(cfg))
+        return runs[0]
+
+    def updated(*arguments: Any) -> tuple:
+        done, scorer = update(*arguments), runs[0][0].rollout.functions[1]
+        arrays = b"".join(x.tobytes() for x in jax.tree.leaves(jax.device_get(scorer.params)))
+        digests.append(hashlib.sha256(arrays).hexdigest())
+        return done
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_grpo, "start", started)
+        patch.setattr(train_grpo, "update_policy", updated)
+        result = train(out, **LEARNS | more, REWARD_MODEL_PATH=str(short))
+    return Learnt(result, digests)
 
 
-def test_completions_become_shorter_and_the_scorer_stays_as_it_is(learnt: Result) -> None:
-    steps = [record for record in learnt.records if "train-other/loss" in record]
+def test_completions_become_shorter_and_the_scorer_stays_as_it_is(learnt: Learnt) -> None:
+    steps = [record for record in learnt.result.records if "train-other/loss" in record]
     tokens = [record["train-seq_len/completion/mean"] for record in steps]
     scores = [record["train-reward/func/reward_model/mean"] for record in steps]
     assert len(steps) == 8 and tokens[-1] < tokens[0] - 2 and scores[-1] > scores[0] + 0.1
     assert [record["train-reward/total/mean"] for record in steps] == scores
     assert {record["train-reward/model/too_long"] for record in steps} == {0}
-    digests = [line for line in learnt.lines.splitlines() if line.startswith("scorer ")]
-    assert len(digests) == 8 and len({*digests}) == 1
+    assert len(learnt.digests) == 8 and len({*learnt.digests}) == 1
 
 
-def test_evaluations_samples_and_pictures_have_the_score(learnt: Result) -> None:
-    evaluated = [record for record in learnt.records if "eval/accuracy" in record]
+def test_evaluations_samples_and_pictures_have_the_score(learnt: Learnt) -> None:
+    evaluated = [record for record in learnt.result.records if "eval/accuracy" in record]
     means = [record["eval/reward/func/reward_model/mean"] for record in evaluated]
     assert len(means) == 2 and means[1] > means[0] > 1
     assert evaluated[0]["eval/reward/model/too_long_frac"] == 0
     for name in ("samples.jsonl", "eval.jsonl"):
-        entry = json.loads((learnt.out / name).read_text(encoding="utf-8").splitlines()[0])
+        entry = json.loads((learnt.result.out / name).read_text(encoding="utf-8").splitlines()[0])
         assert entry["completions"][0]["rewards"]["reward_model"] > 1
-    assert "  reward=" in learnt.lines and " reward_model=" in learnt.lines
-    assert "train-reward/func/reward_model/mean" in (learnt.out / "report.html").read_text()
+    assert "  reward=" in learnt.result.lines and " reward_model=" in learnt.result.lines
+    assert "train-reward/func/reward_model/mean" in (learnt.result.out / "report.html").read_text()
 
 
 def test_ask_prints_the_score_without_an_answer(short: Path, tmp_path: Path) -> None:

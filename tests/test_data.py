@@ -287,12 +287,6 @@ def test_a_bad_file_is_refused_by_name_and_place(tmp_path, name, content, says):
     refused(lambda: load_examples(str(tmp_path / name), "", "train"), str(tmp_path), says)
 
 
-def test_a_name_that_begins_as_a_path_is_no_dataset_of_the_hub() -> None:
-    for path in ("/nowhere/none", "~/none", "../none/there", "none.jsonl"):
-        message = f"DATASET={path}: this file or folder does not exist"
-        refused(lambda path=path: load_examples(path, "", "train"), message)
-
-
 def test_a_column_that_json_cannot_hold_is_left_out_and_named_once(tmp_path, capsys) -> None:
     """A reward function of a file receives the columns as JSON. QUESTION_COLUMN and ANSWER_COLUMN
     may not name such a column."""
@@ -310,7 +304,9 @@ def test_a_column_that_json_cannot_hold_is_left_out_and_named_once(tmp_path, cap
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
-    for path in (f"{tmp_path}/none.jsonl", f"{tmp_path}/none", "~/none", "../none/there"):
+    """What begins or ends as a path is no dataset of the hub."""
+    other = "/nowhere/none", "~/none", "../none/there", "none.jsonl"
+    for path in (f"{tmp_path}/none.jsonl", f"{tmp_path}/none", *other):
         message = f"DATASET={path}: this file or folder does not exist"
         refused(lambda path=path: load_examples(path, "", "train"), message)
     message = f"MODEL_PATH={tmp_path}/none: this folder does not exist"

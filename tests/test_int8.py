@@ -29,7 +29,6 @@ from safetensors.numpy import load_file
 from small_model import QWEN2, write_folder
 
 from config import Config
-from infra.mistakes import UserMistake
 from model import blocks, hf, network
 from model.int8 import Int8, matmul, quantize
 from model.layout import TRAIN_BATCH_AXES, Layout, make_mesh
@@ -37,7 +36,6 @@ from model.network import ComputeConfig
 from model.params import Lora, Params, param_shardings, param_table
 from model.placement import params_bytes, rollout_tp
 from sampling import sync_weights
-from startup import set_up
 from tools import plan
 
 INT8 = dataclasses.replace(MODEL, lora=MODEL.lora._replace(int8_base=True))
@@ -291,8 +289,3 @@ def test_a_run_goes_on_with_the_same_base_alone(run: Result, tmp_path: Path) -> 
     ours, theirs = (load_file(x.out / "hf" / hf.ADAPTERS) for x in (resumed, run))
     for name in theirs:
         np.testing.assert_array_equal(ours[name], theirs[name])
-
-
-def test_all_weights_cannot_be_trained_in_8_bits() -> None:
-    with pytest.raises(UserMistake, match="^LORA_BASE_DTYPE=int8 quantizes .*RANK=16"):
-        set_up(Config.from_env({"LORA_BASE_DTYPE": "int8"}))

@@ -38,6 +38,13 @@ INPUTS = [  # environment, words of the line
     ({"DATASET": "no/such.jsonl"}, "DATASET=no/such.jsonl: this file or folder does not exist"),
     ({"MODEL_PATH": "no/such", "DATASET": "no/such.jsonl"}, "MODEL_PATH=no/such: no such folder"),
     ({"MODEL_PATH": "./no/such"}, "MODEL_PATH=./no/such: this folder does not exist"),
+    ({"DATASET": "{files}/huge.jsonl"}, "set MAX_PROMPT_LENGTH="),
+    ({"LORA_RANK": "4", "LORA_TARGETS": "q_proj,lm_head"}, "'lm_head' is none of q_proj,"),
+    (
+        {"LORA_BASE_DTYPE": "int8"},
+        "LORA_BASE_DTYPE=int8 quantizes LoRA's frozen base, and LORA_RANK=0 trains all weights; "
+        "set LORA_RANK=16",
+    ),
 ]
 RUNS = {  # found only by a run: its environment, words of the line
     "another platform": ({"JAX_PLATFORMS": "rocm"}, "JAX_PLATFORMS=rocm: no such device here"),
@@ -48,8 +55,18 @@ RUNS = {  # found only by a run: its environment, words of the line
 }
 
 
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files that rows of INPUTS name."""
+    folder = tmp_path_factory.mktemp("files")
+    examples = [{"question": "1 " * n, "answer": "2"} for n in [1] * 20 + [50_000]]
+    write_lines(folder / "huge.jsonl", examples)  # one prompt is too long for the model
+    return folder
+
+
 @pytest.mark.parametrize(("env", "words"), INPUTS, ids=[words[:40] for _, words in INPUTS])
-def test_a_setting_that_does_not_suit_the_inputs_is_named_in_one_line(env, words) -> None:
+def test_a_setting_that_does_not_suit_the_inputs_is_named_in_one_line(files, env, words) -> None:
+    env = {name: value.replace("{files}", str(files)) for name, value in env.items()}
     assert words in mistake_of(**env)
 
 
@@ -67,13 +84,6 @@ def test_a_token_that_the_model_has_no_row_for_is_a_mistake_only_in_a_prompt(tmp
     assert (run.rollout.stopping.stop_ids, run.rollout.stopping.pad_id) == ((2,), 2)
     words = "a text has the token '[PAD]' (558), for which the model has no embedding"
     assert words in mistake_of(MODEL_PATH=str(tmp_path), SYSTEM_PROMPT="Do not write [PAD].")
-
-
-def test_a_prompt_too_long_for_the_model_is_one_line_with_the_limit_to_set(tmp_path: Path) -> None:
-    short, huge = ({"question": "1 " * n, "answer": "2"} for n in (1, 50_000))
-    file = tmp_path / "mine.jsonl"
-    file.write_text("".join(json.dumps(example) + "\n" for example in [short] * 20 + [huge]))
-    assert "set MAX_PROMPT_LENGTH=" in mistake_of(DATASET=str(file))
 
 
 def with_answers(folder: Path, **answers: list[str]) -> str:

@@ -192,13 +192,17 @@ def run_here(out: Path, script: Any, env: dict[str, str]) -> Result:
     return result_of(out, code, lines.getvalue(), errors.getvalue())
 
 
-def train(out: Path, devices: int = 1, changes: str = "", **env: str) -> Result:
-    """A run as `start` starts it: in this process, if it is one of one device and of settings."""
+def train(out: Path, devices: int = 1, changes: str = "", here: bool = True, **env: str) -> Result:
+    """A run as `start` starts it. One of one device and of settings takes place in this process.
+
+    here: False: in a process of its own, whose numbers are those of other processes to the bit.
+    """
     from config import Config
 
     settings = {field.name.upper() for field in dataclasses.fields(Config)}
     settings -= {"ROLLOUT_BACKEND", "JAX_COMPILATION_CACHE_DIR"}
-    if devices > 1 or changes or not env.keys() <= settings | {"SWITCHED_OFF", "SCRIPT"}:
+    here = here and devices == 1 and not changes
+    if not here or not env.keys() <= settings | {"SWITCHED_OFF", "SCRIPT"}:
         result = finish(start(out, env, devices, changes=changes), out)
     else:
         out.mkdir(parents=True, exist_ok=True)

@@ -111,7 +111,9 @@ def assert_same(ours: Result, theirs: Result, bound: float = 1e-4) -> None:
 @pytest.mark.parametrize("model, tokens", [("qwen2", "12"), ("qwen3", "60")])
 def test_a_run_with_the_engine_is_the_run_without_it(folder, model, tokens) -> None:
     ours = engine_run(folder, model, tokens)
-    theirs = train(folder / f"{model}_naive", **settings(folder, model, MAX_LENGTH_SAMPLE=tokens))
+    theirs = train(
+        folder / f"{model}_naive", here=False, **settings(folder, model, MAX_LENGTH_SAMPLE=tokens)
+    )
     assert sum(DRIFT in record for record in ours.records) == 3
     assert_same(ours, theirs)
     assert "\nrollout.backend: sglang_jax\n" in ours.lines
@@ -121,7 +123,7 @@ def test_a_run_with_the_engine_is_the_run_without_it(folder, model, tokens) -> N
 def test_the_engine_samples_with_merged_adapters(folder) -> None:
     given = settings(folder, "qwen2", LORA_RANK="4", LEARNING_RATE="3e-2")
     ours = train(folder / "lora_engine", **given, **ENGINE)
-    assert_same(ours, train(folder / "lora_naive", **given))
+    assert_same(ours, train(folder / "lora_naive", here=False, **given))
     shares = re.findall(r"\nsglang_jax merged adapters of rank 4: (\S+)% of", ours.lines)
     assert float(shares[0]) == 0 and float(shares[-1]) > 90
 

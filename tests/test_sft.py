@@ -601,7 +601,7 @@ SETTINGS = environment(
 @pytest.fixture(scope="module")
 def undisturbed(conversations: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
     out = tmp_path_factory.mktemp("runs") / "undisturbed"
-    return train(out, **SETTINGS, DATASET=str(conversations))
+    return train(out, here=False, **SETTINGS, DATASET=str(conversations))
 
 
 def test_a_run_learns_evaluates_and_exports_and_its_records_say_so(undisturbed: Result) -> None:

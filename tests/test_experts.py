@@ -8,6 +8,8 @@ in a tensor, those of the others have a tensor for each expert.
 
 import dataclasses
 import functools
+import importlib.util
+import re
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -35,12 +37,12 @@ from model.attention import Cache, map_kv, prompt_rows
 from model.experts import Experts
 from model.families import FUSED_EXPERTS
 from model.int8 import Int8, quantize
-from model.layout import TRAIN_BATCH_AXES, constrain
+from model.layout import TRAIN_BATCH_AXES, Layout, constrain, make_mesh
 from model.network import ComputeConfig, LayerWeights, forward, forward_token, split_prefix
 from model.params import Layers, Lora, ModelConfig, Moe, Params, lm_head, param_table
 from model.placement import update_flops
 from rows import RowLimits, pack, plan_rows
-from tools.plan import known_config
+from tools.plan import array, known_config, slice_devices
 from tools.routing import experts_of_sampler, experts_of_trainer
 from update import compute_logps_and_entropies
 
@@ -165,6 +167,24 @@ def test_the_form_follows_from_the_platform_and_the_tokens(
     platform: str, tokens: int, form: str
 ) -> None:
     assert experts.choose_form(platform, tokens) == form
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu")
+def test_a_tpu_multiplies_a_pair_with_its_expert_alone() -> None:
+    """The kernels of three products and of their gradients for the tokens; n k pairs in each."""
+    n, k, D, F, count = 2048, 2, 256, 128, 32
+    mesh = make_mesh("MESH_SHAPE", "1,1,1", slice_devices("v6e-1"))
+    model = dataclasses.replace(MODEL, moe=Moe(count, k, normed=True))
+    compute = ComputeConfig(model, jnp.dtype("bfloat16"), Layout(mesh, TRAIN_BATCH_AXES))
+
+    def loss(y: jax.Array, w: Layers) -> jax.Array:
+        return experts.feed_forward(y, LayerWeights(w, None), compute).astype("float32").sum()
+
+    shapes = {"gate": (count, D, F), "up": (count, D, F), "down": (count, F, D)}
+    arrays = {x: array(mesh, y, "bfloat16") for x, y in (shapes | {"router": (D, count)}).items()}
+    lowered = jax.jit(jax.grad(loss)).lower(array(mesh, (n, D), "bfloat16"), Layers(**arrays))
+    kernels = re.findall(r'cost_estimate":\{"flops":"(\d+)"', lowered.compile().as_text())
+    assert kernels == [str(2 * n * k * D * F)] * 6
 
 
 # ---- transformers' numbers -----------------------------------------------------------------------

@@ -19,8 +19,8 @@ from model.int8 import Int8, matmul
 from model.layout import TRAIN_BATCH_AXES, constrain
 from model.params import Moe
 
-# The most tokens of a device with which all experts are computed for each of them. So few tokens
-# take less time than reading the experts, which together they need nearly all.
+# The most tokens of a device with which all experts are computed for each of them. For about so few
+# tokens the products take no longer than reading the experts, of which they need nearly all.
 DENSE_TOKENS = 256
 SMALLEST_BLOCK, LARGEST_BLOCK = 8, 256  # tokens
 
@@ -94,7 +94,8 @@ def blocks(y: jax.Array, weights: jax.Array, chosen: jax.Array, w: Experts, E: i
     """The pairs of each expert are padded to blocks, and a loop takes these one by one."""
     n, k = chosen.shape
     # A quarter of an expert's tokens, so that the padding is little.
-    block = min(max(1 << (n * k // (4 * E)).bit_length() - 1, SMALLEST_BLOCK), LARGEST_BLOCK)
+    quarter = max(n * k // (4 * E), 1)
+    block = min(max(1 << quarter.bit_length() - 1, SMALLEST_BLOCK), LARGEST_BLOCK)
     num_blocks = -(-n * k // block) + E  # at most, since an expert wastes less than a block
     order, expert, sizes = _sort_pairs(chosen, E)
     blocks_of = -(-sizes // block)
@@ -123,14 +124,17 @@ def ragged(y: jax.Array, weights: jax.Array, chosen: jax.Array, w: Experts, E: i
     def product(x: jax.Array, stack: jax.Array | Int8) -> jax.Array:
         if not isinstance(stack, Int8):
             return jax.lax.ragged_dot(x, stack, sizes)
-        out = jax.lax.ragged_dot(x, stack.values.astype(x.dtype), sizes)
+        values, in_float32 = stack.values.astype(x.dtype), {"preferred_element_type": jnp.float32}
+        out = jax.lax.ragged_dot(x, values, sizes, **in_float32)
         return (out * stack.scale.at[expert].get(mode="clip")).astype(x.dtype)
 
     @partial(jax.checkpoint, prevent_cse=False)  # else it would keep converted values
     def multiply(x: jax.Array) -> jax.Array:
         return product(jax.nn.silu(product(x, w.gate)) * product(x, w.up), w.down)
 
-    out = multiply(y[order // chosen.shape[1]])
+    # A TPU writes no rows behind those of its experts, in no product and in no gradient.
+    is_own = (expert < E)[:, None]
+    out = multiply(jnp.where(is_own, y[order // chosen.shape[1]], 0))
     place = jnp.where(expert < E, jnp.arange(len(order)), len(order))
     return _add_pairs(out, jnp.zeros_like(place).at[order].set(place), weights)
 

@@ -98,7 +98,9 @@ class Config:
         0, "Rank of LoRA's adapters; 0: train those of MODEL_PATH, or without LoRA all weights."
     )
     lora_alpha: float = in_lora(32.0, "Adapters add LORA_ALPHA / LORA_RANK * x A B.", above=0)
-    lora_targets: str = in_lora("", "Matrices with adapters, such as q_proj,v_proj; empty: all.")
+    lora_targets: str = in_lora(
+        "", "Matrices with adapters, such as q_proj,v_proj; empty: all, without experts."
+    )
     lora_base_dtype: str = in_model(
         "auto", "Dtype of LoRA's base; auto: DTYPE; int8: 8-bit matrices.", choices="auto|int8"
     )

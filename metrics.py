@@ -106,9 +106,8 @@ def check_drift(
     if (name := "sampling_logp_difference/mean") not in metrics:
         return False
     level = drift_level(run.cfg.filters_logps(), run.learner.compute, run.rollout.compute)
-    if (
-        difference := metrics[name]
-    ) > level:  # not NaN: the loss is not finite either, and a note says so
+    difference = metrics[name]
+    if difference > level:  # not NaN: the loss is not finite either, and a note says so
         drift = (
             f"for the same weights, log-probabilities of sampler and trainer differ by "
             f"{difference:.3g} nats on average; rounding explains at most {level:g}"

@@ -37,7 +37,7 @@ class TrainState:
 def make_transformation(optimizer: Optimizer, model: ModelConfig) -> optax.GradientTransformation:
     """The optax transformation of gradients into updates, before the learning rate.
 
-    Weight decay leaves out biases and norms, as transformers does.
+    Weight decay leaves out biases (dt_bias, too) and norms, as transformers does.
     """
     rules = {
         "adamw": optax.scale_by_adam(b1=0.9, b2=0.999, eps=1e-8),

@@ -131,8 +131,8 @@ def load_params(
     model without adapters, or only the adapters of a PEFT folder.
 
     vocab_size: of the vocabulary's rows only the first so many are read; 0: all of them.
-    A process reads only the parts of the tensors that its devices hold. Raises UserMistake, naming
-    the tensor, if one is missing or unknown, or has a wrong shape.
+    A process reads only the parts of the tensors that its devices hold, but all for int8. Raises
+    UserMistake, naming the tensor, if one is missing or unknown, or has a wrong shape.
     """
     table = _without_or_only_adapters(param_table(model, layer_loop), adapters)
     tensors = open_tensors(folder, table)

@@ -14,7 +14,7 @@ import numpy as np
 
 class Int8(NamedTuple):
     """A matrix [in, out] whose column j is values[:, j] * scale[j]. Stacked matrices have a first
-    dimension L; the same tuple also holds shapes or shardings."""
+    dimension L, those of experts then E; the same tuple also holds shapes or shardings."""
 
     values: Any  # [in, out] int8
     scale: Any  # [out] float32

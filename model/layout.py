@@ -2,10 +2,10 @@
 
 tp stays within one host. What the axes split (of weights: param_table in params.py):
 
-        wq wk wv gate up    wo down    embed lm_head    the batch    heads and F of activations
-dp      -                   -          -                yes          -
-fsdp    inputs              inputs     D                yes          -
-tp      outputs             inputs     V                decoding     matmuls, attention of training
+        wq wk wv gate up    wo down    experts    embed lm_head    batch     heads, F of activations
+dp      -                   -          -          -                yes       -
+fsdp    inputs              inputs     D          D                yes       -
+tp      outputs             inputs     E          V                decoding  matmuls, training
 """
 
 import math

@@ -4,7 +4,8 @@ Hugging Face name and the initialization of every weight.
 Sharding, loading, the export, checkpoints and the optimizer follow from this table. With LoRA
 training changes only the adapters, and all other weights are the base.
 
-Dimensions: V vocabulary, D model, F feed-forward, L layers, H query heads, N kv heads, h head_dim.
+Dimensions: V vocabulary, D model, F feed-forward, L layers, E experts, H query heads, N kv heads, h
+head_dim.
 """
 
 import dataclasses

@@ -92,7 +92,8 @@ def drift_level(
     if filters_logps:
         return math.inf
     # Linear layers amplify rounding: a Qwen3.5 has 0.06 where a Qwen3 of the same size has 0.026.
-    scale = 2 if train_compute.model.linear else 1
+    # After rounding a router may choose other experts.
+    scale = 2 if train_compute.model.linear or train_compute.model.moe else 1
     computes = (train_compute, rollout_compute)
     return scale * max(DRIFT_LEVELS[str(compute.dtype)] for compute in computes)
 
@@ -101,8 +102,8 @@ def check_drift(
     run: Run, log: RunLog, step: int, metrics: Mapping[str, float], *, is_new_run: bool
 ) -> bool:
     """Whether the step has computed log-probabilities of the trainer. If those of the sampler
-    differ by more than rounding explains, raises RuntimeError in a new run, whose weights are those
-    that it has read, and prints a note in a resumed one. metrics: of the step."""
+    differ by more than rounding explains, raises RuntimeError in a new run, and prints a note in a
+    resumed one. metrics: of the step."""
     if (name := "sampling_logp_difference/mean") not in metrics:
         return False
     level = drift_level(run.cfg.filters_logps(), run.learner.compute, run.rollout.compute)

@@ -677,7 +677,7 @@ def export(run: Run, out: Path, params: Params, is_done: bool = True) -> None:
                 merged, share = params, 1.0
                 if model.lora:
                     merged, share = lora.merge_adapters(params, model.lora)
-                if share < ROUNDED_AWAY:
+                if 0 < share < ROUNDED_AWAY:
                     changes = f"changes {share:.2%} of the numbers of the adapted matrices"
                     reason = f"{dtype} rounds the others away; EXPORT_LORA=adapters keeps them"
                     print(f"note: EXPORT_LORA=merged {changes}; {reason}", flush=True)

@@ -142,7 +142,7 @@ def read_yaml(path: str | Path, config: type, mistakes: list[str]) -> dict[str, 
         repeated = repeated_keys(yaml.compose(text, Loader=yaml.BaseLoader))
     if not isinstance(content, dict):
         raise UserMistake(f"{path} does not hold `group.name: value` lines")
-    mistakes += (f"{path}: the key {key} stands there twice; keep one" for key in repeated)
+    mistakes += (f"{path}: the key {key} stands there more than once; keep one" for key in repeated)
 
     fields = {yaml_name(field): field for field in dataclasses.fields(config)}
     texts, prefix = {}, f"{path}: "

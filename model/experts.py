@@ -1,8 +1,8 @@
 """The feed-forward of a mixture of experts: each token passes the k experts that its router
 prefers, and in some models one more expert, which all tokens share.
 
-The three forms differ by rounding. tp splits the experts: a device computes those of its own for
-all tokens of its part of the batch, and a sum joins them.
+There are three ways to compute them (FORMS), which differ by rounding. tp splits the experts: a
+device computes those of its own for all tokens of its part of the batch, and a sum joins them.
 
 Dimensions: n tokens, D model, E experts, k experts of a token, F feed-forward of an expert. A pair
 is a token and one of its experts; there are n*k of them.
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from model.int8 import Int8, matmul
-from model.layout import TRAIN_BATCH_AXES, constrain
+from model.layout import TRAIN_BATCH_AXES
 from model.params import Moe
 
 # The most tokens of a device with which all experts are computed for each of them. For about so few
@@ -36,8 +36,8 @@ class Experts(NamedTuple):
 def feed_forward(y: jax.Array, w: Any, compute: Any) -> jax.Array:
     """The output [n, D] of the experts of a layer. y: [n, D], of any tokens, padding too. w,
     compute: the LayerWeights and the ComputeConfig of network.py."""
-    model, layout, base = compute.model, compute.layout, w.base
-    mesh, batch = layout.mesh, PartitionSpec(TRAIN_BATCH_AXES)
+    model, mesh, base = compute.model, compute.layout.mesh, w.base
+    batch = PartitionSpec(TRAIN_BATCH_AXES)
     weights, chosen = route(y, base.router, model.moe)
     tokens = len(y) * mesh.shape["tp"] // mesh.size
     form = choose_form(mesh.devices.flat[0].platform, tokens)
@@ -48,14 +48,17 @@ def feed_forward(y: jax.Array, w: Any, compute: Any) -> jax.Array:
         gate, up = (w.project(y, f"shared_{name}", model.lora) for name in ("gate", "up"))
         shared = w.project(jax.nn.silu(gate) * up, "shared_down", model.lora)
         out = out + jax.nn.sigmoid(y @ base.shared_weight) * shared
-    return constrain(out, layout, TRAIN_BATCH_AXES)
+    return out
 
 
 def route(y: jax.Array, router: jax.Array, moe: Moe) -> tuple[jax.Array, jax.Array]:
     """The weights [n, k] and the experts [n, k] of the tokens y [n, D]. router: [D, E]. Only the
     weights have a gradient."""
     # In the dtype of the model, as in transformers: more exact logits would choose other experts.
-    probabilities = jax.nn.softmax((y @ router).astype(jnp.float32), axis=-1)
+    # Otherwise XLA might keep the float32 sums of the product in some programs.
+    dtype = jnp.finfo(y.dtype)
+    logits = jax.lax.reduce_precision((y @ router).astype(jnp.float32), dtype.nexp, dtype.nmant)
+    probabilities = jax.nn.softmax(logits, axis=-1)
     weights, chosen = jax.lax.top_k(probabilities, moe.top_k)
     if moe.normed:
         weights = weights / weights.sum(axis=-1, keepdims=True)

@@ -44,8 +44,8 @@ ONLY: dict[str, Any] = {
 SIZES = ["hidden_size", "intermediate_size", "num_hidden_layers"]
 REQUIRED = [*SIZES, "vocab_size", "num_attention_heads", "rms_norm_eps", "max_position_embeddings"]
 # What a model with experts must have in place of intermediate_size.
-OF_EXPERTS = [*REQUIRED, "moe_intermediate_size", "num_experts_per_tok"]
-OF_EXPERTS.remove("intermediate_size")
+OF_EXPERTS = [name for name in REQUIRED if name != "intermediate_size"]
+OF_EXPERTS += ["moe_intermediate_size", "num_experts_per_tok"]
 Need = Callable[[bool, str, str], None]  # that of parse_config
 
 
@@ -187,13 +187,20 @@ def _qwen35(config: Any, model: ModelConfig, need: Need) -> dict[str, Any]:
 
 
 def _qwen3_moe(config: Any, model: ModelConfig, need: Need) -> dict[str, Any]:
-    return {"moe": Moe(config.num_experts, config.num_experts_per_tok, config.norm_topk_prob)}
+    return {"moe": _moe(config, need, normed=config.norm_topk_prob)}
 
 
 def _qwen35_moe(config: Any, model: ModelConfig, need: Need) -> dict[str, Any]:
-    experts, top_k = config.num_experts, config.num_experts_per_tok
-    moe = Moe(experts, top_k, True, config.shared_expert_intermediate_size)
+    moe = _moe(config, need, normed=True)._replace(
+        shared_width=config.shared_expert_intermediate_size
+    )
     return _qwen35(config, model, need) | {"moe": moe}
+
+
+def _moe(config: Any, need: Need, normed: bool) -> Moe:
+    experts, top_k = config.num_experts, config.num_experts_per_tok
+    need(0 < top_k <= experts, "num_experts_per_tok", f"1 to {experts} (num_experts)")
+    return Moe(experts, top_k, normed)
 
 
 GEMMA_NAMES = (
@@ -333,8 +340,9 @@ def older_rope_keys(values: dict[str, Any]) -> dict[str, Any]:
     scaling = {key: x for key, x in rope.items() if key not in keys}
     if rope.get("rope_type") == "longrope":  # it accepts no other key
         names = ("short_factor", "long_factor")
-        scaling = {"type": "longrope"} | {name: rope[name] for name in names}
-    if rope.get("rope_type", "default") != "default":
+        loses = {"factor", "attention_factor"} & rope.keys()  # transformers 5 would read them there
+        scaling = {} if loses else {"type": "longrope"} | {name: rope[name] for name in names}
+    if rope.get("rope_type", "default") != "default" and scaling:
         keys["rope_scaling"] = scaling
     if "rope_theta" in local:
         keys["rope_local_base_freq"] = local["rope_theta"]

@@ -428,7 +428,10 @@ def load_tokenizer(folder: Path, chat_template: str = "") -> Any:
     if chat_template:
         text, is_json = read_text(chat_template, "CHAT_TEMPLATE"), chat_template.endswith(".json")
         values = read_json(Path(chat_template)) if is_json else {"chat_template": text}
-        tokenizer.chat_template = values.get("chat_template")
+        if not isinstance(values.get("chat_template"), str):
+            reason = "has no text as chat_template; give a Jinja file"
+            raise UserMistake(f"CHAT_TEMPLATE={chat_template} {reason}")
+        tokenizer.chat_template = values["chat_template"]
     if not tokenizer.chat_template:
         raise UserMistake(
             f"MODEL_PATH={folder}: its tokenizer has no chat template; use an instruct model, or "

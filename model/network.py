@@ -315,11 +315,11 @@ def _output_proj_and_mlp(
     x = x + scaled(y, w.base.attn_post_norm)
     y = _rms_norm(x, w.base.mlp_norm, model)
     if model.moe:
-        return x + scaled(feed_forward(y, w, compute), w.base.mlp_post_norm)
-    activation = ACTIVATIONS[model.activation]
-    y = activation(w.project(y, "gate", lora)) * w.project(y, "up", lora)  # [X*t, F]
-    y = constrain(w.project(y, "down", lora), layout, TRAIN_BATCH_AXES)
-    return x + scaled(y, w.base.mlp_post_norm)
+        y = feed_forward(y, w, compute)
+    else:
+        y = ACTIVATIONS[model.activation](w.project(y, "gate", lora)) * w.project(y, "up", lora)
+        y = w.project(y, "down", lora)  # of [X*t, F]
+    return x + scaled(constrain(y, layout, TRAIN_BATCH_AXES), w.base.mlp_post_norm)
 
 
 def _rms_norm(x: jax.Array, scale: jax.Array | None, model: ModelConfig) -> jax.Array:

@@ -512,8 +512,11 @@ BAD_YAML = [
     ("eval.eval_full_sweep: yes", ": eval.eval_full_sweep='yes' is not a bool"),
     ("train: {steps: {of: 3}}", ": train.steps must be one value, or a list of values"),
     ("reward.reward_weights: [[1], 2]", ": reward.reward_weights must be one value, or a list"),
-    ("train: {steps: 5}\ntrain: {clip_norm: 2}", ": the key train stands there twice; keep one"),
-    ("train: {steps: 5, steps: 6}", ": the key steps stands there twice; keep one"),
+    (
+        "train: {steps: 5}\ntrain: {clip_norm: 2}",
+        ": the key train stands there more than once; keep one",
+    ),
+    ("train: {steps: 5, steps: 6}", ": the key steps stands there more than once; keep one"),
     ("train.steps: 5\ntrain: {steps: 5}", ": train.steps is set twice; keep one"),
     ("- train.steps: 1", " does not hold `group.name: value` lines"),
     ("STEPS=1", " does not hold `group.name: value` lines"),

@@ -183,6 +183,17 @@ def test_each_form_on_each_mesh_gives_the_sums_of_experts_and_their_gradient(
     assert slope == pytest.approx(expected, rel=2e-4)
 
 
+def test_blocks_take_fewer_pairs_than_experts() -> None:
+    """300 tokens with an expert each, of 128: fewer than four tokens have the same one."""
+    rng = np.random.default_rng(0)
+    y, chosen = rng.normal(size=(300, D)), rng.integers(0, 128, (300, 1))
+    w = Experts(*(rng.normal(size=shape) / 3 for shape in ((128, D, F), (128, D, F), (128, F, D))))
+    arrays = jax.tree.map(jnp.float32, (y, np.ones((300, 1)), w))
+    outs = [experts.FORMS[form](arrays[0], arrays[1], chosen, arrays[2], 128) for form in FORMS]
+    np.testing.assert_allclose(outs[0], outs[1], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(outs[0], outs[2], rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "platform, tokens, form",
     [
@@ -562,8 +573,10 @@ def test_adapters_are_on_attention_and_the_shared_expert_alone(tmp_path: Path) -
         folder.mkdir()
         model = hf.read_config(golden_folder(folder, name))
         targets = (*expected,)
-        table = param_table(dataclasses.replace(model, lora=Lora(2, 4.0, targets)))
-        names = {leaf.name for leaf in jax.tree.leaves(table.adapters)}
-        assert {x.split(".")[-3] for x in names} == expected
-        assert not any(".experts." in x or ".mlp.gate." in x for x in names)
-        assert any("shared_expert" in x for x in names) == (name == "qwen35_moe")
+        for of_files in ((), FUSED_EXPERTS):  # a tensor for each expert, or one for all
+            changes = {"lora": Lora(2, 4.0, targets), "names": of_files}
+            table = param_table(dataclasses.replace(model, **changes))
+            names = {leaf.name for leaf in jax.tree.leaves(table.adapters)}
+            assert {x.split(".")[-3] for x in names} == expected
+            assert not any(".experts." in x or ".mlp.gate." in x for x in names)
+            assert any("shared_expert" in x for x in names) == (name == "qwen35_moe")

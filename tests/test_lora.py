@@ -49,6 +49,7 @@ from model.params import (
     Adapter,
     LinearSizes,
     Lora,
+    Moe,
     combine_params,
     init_params,
     param_shardings,
@@ -159,6 +160,8 @@ def test_the_drift_that_rounding_explains_depends_on_the_dtypes() -> None:
     sizes = LinearSizes(2, 4, 6, 10, 4)
     linear = dataclasses.replace(MODEL, period=(LINEAR, FULL), linear=sizes, **QWEN35)
     assert note_of(0.06, training._replace(model=linear), rollout) == ""  # measured
+    experts = dataclasses.replace(MODEL, moe=Moe(8, 12, normed=True))
+    assert note_of(0.06, training._replace(model=experts), rollout) == ""
 
 
 @pytest.mark.slow

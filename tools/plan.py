@@ -630,6 +630,7 @@ def known_config(path: str, revision: str = "") -> ModelConfig:
     known = [full for full in KNOWN_MODELS if name in (full, full.rpartition("/")[2])]
     if Path(path).is_dir() or revision or not known:
         folder = hf.fetch_model(path, revision, ["config.json"])
-        kind = str(hf.read_json(folder / "config.json").get("architectures"))
-        return dataclasses.replace(hf.read_config(folder), has_score="Sequence" in kind)
+        values = hf.read_json(folder / "config.json")
+        model = parse_config(folder / "config.json", values)
+        return dataclasses.replace(model, has_score="Sequence" in str(values.get("architectures")))
     return parse_config(Path(known[0]), KNOWN_MODELS[known[0]])

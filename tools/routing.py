@@ -24,7 +24,7 @@ from config import load
 from data import batch_indices, pad_prompts
 from infra import hosts
 from infra.mistakes import UserMistake, exit_with_mistakes
-from infra.sizes import prompt_width
+from infra.sizes import completions_per_prompt_in_shard, prompt_width
 from model import experts
 from model.attention import Cache, PackedRows, map_kv
 from model.network import ComputeConfig, forward, forward_token, split_prefix
@@ -91,7 +91,10 @@ def compare_experts(run: Run, params: Params, batch: Batch) -> np.ndarray:
     how = {"layer_loop": "unroll", "remat": "none"}
     sampler, trainer = (x.compute._replace(**how) for x in (run.rollout, run.learner))
     width = prompt_width(int(batch.prompt_lengths().max()), run.rollout.global_length)
-    prompts = pad_prompts([x.ids for x in batch.prompts], width, run.rollout.stopping.pad_id)
+    K, per_shard = run.cfg.num_pre_q, len(batch.lengths) // sampler.layout.batch_shards
+    copies = K // completions_per_prompt_in_shard(K, per_shard)  # of a prompt, as in the sampler
+    ids = [prompt.ids for prompt in batch.prompts for _ in range(copies)]
+    prompts = pad_prompts(ids, width, run.rollout.stopping.pad_id)
     params, found = arrange_layers(params, "unroll", trainer.dtype), []
     ours = np.asarray(experts_of_sampler(params, sampler, *prompts, batch.completion_ids))
     for rows in pack_to_devices(run.learner, batch, np.arange(len(batch.lengths))):
@@ -104,6 +107,8 @@ def compare_experts(run: Run, params: Params, batch: Batch) -> np.ndarray:
 def main() -> None:
     cfg, *_ = load(sys.argv[1:])
     hosts.start_jax(cfg.jax_compilation_cache_dir, cfg.init_timeout_s)
+    if jax.process_count() > 1:
+        raise UserMistake(f"tools/routing.py has {jax.process_count()} processes; start one alone")
     kept = {"steps": 1, "eval_full_sweep": False, "eval_samples": cfg.num_pre_q}
     run = set_up(replace(find_weights(cfg, required=False), **NO_STEPS | kept))
     if run.learner.compute.model.moe is None:

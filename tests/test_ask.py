@@ -173,7 +173,7 @@ def test_a_gemma_hears_the_system_prompt_and_answers_with_the_argmax_of_one_forw
         hidden = run(padded, positions, mask)[0, len(ids) - 1]
         ids.append(int((hidden @ params.embed.T).argmax()))  # a softcap keeps the order
     answer = ids[end:-1] if ids[-1] == 2 else ids[end:]
-    assert text == tokenizer.decode(answer) and len({*answer}) > 2
+    assert text == tokenizer.decode(answer) and len({*answer}) > 1
 
 
 def test_ask_takes_a_list_of_messages_whose_system_message_replaces_the_default_one(

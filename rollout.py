@@ -131,8 +131,7 @@ def completion_texts(
 def begin_rewards(
     rollout: RolloutConfig, prompts: Sequence[data.Prompt], completions: Completions
 ) -> None:
-    """Calls `prefetch` of the files of REWARD_FN with the completions of a pass, if they define it.
-    Raises UserMistake."""
+    """Calls `prefetch` of the files of REWARD_FN that define it, for a pass. Raises UserMistake."""
     calls = [f.prefetch for f in rollout.functions if hasattr(f, "prefetch")]
     if calls and rollout.environments is None:  # else the worker is busy with them
         texts, columns = reward_arguments(rollout, prompts, completions)

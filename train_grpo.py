@@ -24,8 +24,7 @@ This departs from the GRPO paper (arXiv 2402.03300) in five points, as most of t
     tokens that TOP_K, TOP_P and MIN_P drop in sampling have probability 0 in the loss too
     (SAMPLING_SUPPORT=full drops them in sampling only).
  5. old_logps are the trainer's own logps: each ratio of a step's first update is exactly 1. The
-    sampler's logps, which differ by rounding, enter the loss only by IS_MODE, with
-    OFF_POLICY_MASK_THRESHOLD, and as the anchor of the ratios of DPPO.
+    sampler's, which differ by rounding, enter by IS_MODE, OFF_POLICY_MASK_THRESHOLD and DPPO alone.
 """
 # ruff: noqa: E402 - settings are read and checked before jax is imported
 

@@ -244,8 +244,7 @@ def accumulate_gradients(
     sequences = computed_sequences(mini_batch, learner.skips_zero_advantages)
     counts = loss_counts(mini_batch)
     micro_batches = pack_to_devices(learner, mini_batch, sequences)
-    # Zeros, so that the first micro-step is the same program as the others.
-    needs_zeros = learner.accumulates or not micro_batches
+    needs_zeros = learner.accumulates or not micro_batches  # else the first is another program
     grads: Any = jax.tree.map(jnp.zeros_like, trainable_params(params)) if needs_zeros else None
     metrics_of_micro_steps = []
     for micro_batch in micro_batches:

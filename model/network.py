@@ -1,6 +1,5 @@
-"""The forward of Qwen2/Qwen2.5, Qwen3, Qwen3.5 (text), both also with experts, Llama 3, Mistral,
-SmolLM3, Granite 3 (dense), Gemma 2, Gemma 3 (text) and Phi-4-mini in its three uses: prefill,
-decode and training.
+"""The forward of Qwen2, Qwen3 and Qwen3.5 (text, also with experts), Llama 3, Mistral, SmolLM3,
+Granite 3 (dense), Gemma 2 and 3 (text) and Phi-4-mini in its three uses: prefill, decode, training.
 
 In all three the last token of the prompt is fed together with the completion. Prefill therefore
 computes only keys and values, and the hidden state of token i predicts completion token i:

@@ -170,7 +170,7 @@ def test_drift_ends_a_run_once_a_step_has_a_gradient_and_is_told_in_a_resumed_on
 ) -> None:
     (tmp_path / "late.py").write_text(
         "def late(completions, trainer_state, **columns):\n"
-        "    return [i % 2 * trainer_state['global_step'] for i in range(len(completions))]\n"
+        "    return [i % 2 * trainer_state.global_step for i in range(len(completions))]\n"
     )
     settings = environment("BATCH_SIZE=2 NUM_PRE_Q=4 SAVE_EVERY_STEPS=1 LR_DECAY_STEPS=2")
     # All rewards of step 0 are equal.

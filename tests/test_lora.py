@@ -300,11 +300,14 @@ def test_a_folder_keeps_its_chat_template_and_the_revision_of_its_base(
     for how in ("adapters", "merged"):  # what is trained from this folder keeps it too
         cfg = dataclasses.replace(run.cfg, export_lora=how, export_hf=str(tmp_path / f"of_{how}"))
         params = init_params(run.learner.compute.model, jax.random.key(0))
-        export(dataclasses.replace(run, cfg=cfg), tmp_path, params)
+        few = jax.tree.map(lambda x: jnp.where(x == 0, 3e-10, x), params.adapters)
+        export(
+            dataclasses.replace(run, cfg=cfg), tmp_path, dataclasses.replace(params, adapters=few)
+        )
         exported = (tmp_path / f"of_{how}" / "chat_template.jinja").read_text(encoding="utf-8")
         assert exported.endswith("{# mine #}")
-    note = "note: EXPORT_LORA=merged changes 0.00% of the numbers of the adapted matrices; float32"
-    assert capsys.readouterr().out.count(note) == 1, "new adapters change nothing"
+    note = r"^note: EXPORT_LORA=merged changes [1-4]\d\.\d\d% of the numbers of the adapted"
+    assert len(re.findall(note, capsys.readouterr().out, re.M)) == 1
     other = env | {"CHAT_TEMPLATE": str(REPO / "docs" / "chat_template.jinja")}
     assert set_up(Config.from_env(other)).rollout.chat_format.tokenizer.chat_template == text
     # Until 2025 TRL and unsloth wrote the template into the settings of the tokenizer.

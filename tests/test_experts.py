@@ -183,6 +183,22 @@ def test_each_form_on_each_mesh_gives_the_sums_of_experts_and_their_gradient(
     assert slope == pytest.approx(expected, rel=2e-4)
 
 
+def test_a_router_in_bfloat16_chooses_by_rounded_logits() -> None:
+    """As transformers does. XLA alone would keep the float32 sums of the product."""
+    y, router = (
+        jax.random.normal(jax.random.key(seed), shape).astype("bfloat16")
+        for seed, shape in enumerate(((400, 64), (64, 128)))
+    )
+    _, chosen = jax.jit(experts.route, static_argnums=2)(y, router, Moe(128, 8, normed=True))
+    exact = np.float32(y) @ np.float32(router)
+
+    def differing(logits: np.ndarray) -> float:
+        best = jax.lax.top_k(jax.nn.softmax(jnp.float32(logits)), 8)[1]
+        return (np.sort(best) != np.sort(chosen)).any(axis=1).mean()
+
+    assert differing(jnp.asarray(exact, "bfloat16")) == 0 and differing(exact) > 0.01
+
+
 def test_blocks_take_fewer_pairs_than_experts() -> None:
     """300 tokens with an expert each, of 128: fewer than four tokens have the same one."""
     rng = np.random.default_rng(0)

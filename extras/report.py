@@ -15,9 +15,11 @@ an accuracy of 0.78 has a standard error of 1.1 points, and the difference of tw
 import argparse
 import fnmatch
 import functools
+import itertools
 import json
 import math
 import sys
+import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -313,11 +315,14 @@ class Reviewer:
     def __init__(self, out: Path, log: RunLog) -> None:
         self._out, self._log = out, log
         self._printed: set[str] = set()  # the names of the lines that were printed
+        self._next = 0.0  # by time.monotonic(); until then none is written during the run
 
     def write(self, state: str, reason: str = "") -> Record:
         """Writes the review of the run so far, and returns its state, why and verdict, or nothing
-        if there is no review. During the run each rule that holds gets a line once."""
-        if jax.process_index() != 0:
+        if there is no review. During the run each rule that holds gets a line once, and reviews,
+        which read all records, take a twentieth of the time once one of them takes 5 seconds."""
+        began = time.monotonic()
+        if jax.process_index() != 0 or (state == RUNNING and began < self._next):
             return {}
         try:
             with writing(self._out / "report.html", UserMistake):
@@ -329,6 +334,8 @@ class Reviewer:
         note = f"note step={summary['steps_done']}"
         for name in triggered_rules(history) if state == RUNNING else ():
             self._print_once(name, f"{note}: {name}: {RULES[name]}")
+        seconds = time.monotonic() - began
+        self._next = began + 20 * seconds if seconds > 5 else 0.0
         return {name: summary[name] for name in ("state", "why", "verdict")}
 
     def _print_once(self, name: str, line: str) -> None:
@@ -407,7 +414,7 @@ def make_chart(records: Sequence[Record], patterns: Sequence[str]) -> Chart | No
 
     patterns: names of metrics; * in a name stands for any part of it.
     """
-    recorded = dict.fromkeys(name for record in records for name in record)
+    recorded = dict.fromkeys(itertools.chain.from_iterable(records))
     values = {}  # {name: its steps and its values}
     for name in (name for pattern in patterns for name in fnmatch.filter(recorded, pattern)):
         if points := records_with(records, name):
@@ -418,12 +425,23 @@ def make_chart(records: Sequence[Record], patterns: Sequence[str]) -> Chart | No
     bottom, top = axis_ends([y for _, y in values.values()], OUTLIERS)
     curves = []
     for name, (x, y) in values.items():
-        across = WIDTH * (x - left) / (right - left)
-        down = HEIGHT * (1 - np.clip((y - bottom) / (top - bottom), 0, 1))
+        shown = shown_points(y)
+        across = WIDTH * (x[shown] - left) / (right - left)
+        down = HEIGHT * (1 - np.clip((y[shown] - bottom) / (top - bottom), 0, 1))
         corners = [f"{a:.1f},{b:.1f}" for a, b in zip(across, down, strict=True)]
         corners.append(corners[-1])  # so that a single value is a dot
         curves.append((name, " ".join(corners), y[-1]))
     return Chart(left, right, [top, (bottom + top) / 2, bottom], curves)
+
+
+def shown_points(y: np.ndarray) -> np.ndarray:
+    """The indices of the points that a chart shows of a curve: all, or of a long curve the lowest
+    and the highest in each of WIDTH parts."""
+    if len(y) <= 2 * WIDTH:
+        return np.arange(len(y))
+    parts = np.array_split(np.arange(len(y)), WIDTH)
+    extremes = [part[find(y[part])] for part in parts for find in (np.argmin, np.argmax)]
+    return np.unique(extremes)
 
 
 def axis_ends(arrays: Sequence[np.ndarray], outliers: float = 0) -> tuple[float, float]:

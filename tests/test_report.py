@@ -14,13 +14,14 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from runs import REPO, Result, environment, finish, start, start_script, train, wait_for
 
 from extras import report
-from extras.report import History, Reviewer, first_steps, read_history, render_report
+from extras.report import History, Reviewer, first_steps, make_chart, read_history, render_report
 from infra.log import RunLog, read_lines
 from metrics import sample_table
 
@@ -200,6 +201,24 @@ def test_an_answer_stands_under_its_own_step_where_another_step_has_none(tmp_pat
     text = render_report(tmp_path, History({}, [], [], [], "done", "", {}))
     shown = re.findall(r"<td>(?:<pre>)?([^<]+)", text)
     assert " ".join(shown) == "a a0 - a20 b b0 b10 - c - c10 c20"
+
+
+def test_a_long_curve_is_drawn_by_the_lowest_and_the_highest_value_of_each_part() -> None:
+    records = [{"step": i, "x": i % 10} for i in range(100_000)]
+    records[31_415]["x"], records[92_653]["x"] = 999, -999  # beyond the ends of the axis
+    [(name, corners, last)] = make_chart(records, ["x"]).curves
+    assert (name, last) == ("x", 9) and len(corners.split()) == 601
+    assert "94.2,0.0" in corners.split() and "278.0,140.0" in corners.split()
+
+
+def test_long_reviews_take_a_twentieth_of_the_time(done: Result, tmp_path: Path, monkeypatch):
+    shutil.copytree(done.out, tmp_path, dirs_exist_ok=True)
+    moments = iter([0, 4, 10, 16, 129, 131, 132, 133, 134])  # the second review takes 6 s
+    monkeypatch.setattr(report, "time", SimpleNamespace(monotonic=lambda: next(moments)))
+    reviewer = Reviewer(tmp_path, RunLog(tmp_path, steps=2, writes=True))
+    states = ["running", "running", "running", "running", "done"]
+    assert [bool(reviewer.write(state)) for state in states] == [True, True, False, True, True]
+    assert not [*moments]
 
 
 def test_a_report_that_cannot_be_written_gets_a_line_and_the_run_goes_on(

@@ -92,10 +92,12 @@ class Config:
 
     model_path: str = in_model("", "Hugging Face id or folder; empty: a tiny model.", yaml="path")
     model_revision: str = in_model("", "Branch, tag or commit on the hub; empty: the main branch.")
-    dtype: str = in_model("auto", "Compute dtype; auto: bfloat16, on CPUs float32.", choices=DTYPES)
-    chat_template: str = in_model("", "Jinja chat template; empty: the tokenizer's template.")
+    dtype: str = in_model(
+        "auto", "Compute dtype; auto: bfloat16, or float32 on CPUs and older GPUs.", choices=DTYPES
+    )
+    chat_template: str = in_model("", "Jinja file of a chat template; empty: the tokenizer's.")
     lora_rank: int = in_lora(
-        0, "Rank of LoRA's adapters; 0: train those of MODEL_PATH, or without LoRA all weights."
+        0, "Rank of new LoRA adapters; 0: train those of MODEL_PATH, or if it has none all weights."
     )
     lora_alpha: float = in_lora(32.0, "Adapters add LORA_ALPHA / LORA_RANK * x A B.", above=0)
     lora_targets: str = in_lora(
@@ -120,7 +122,7 @@ class Config:
     )
     max_prompt_length: int = in_data(0, "Skip prompts with more tokens than this; 0: no limit.")
     seed: int = in_data(
-        0, "Seed of data order and sampling.", at_most=2**31 - 1, fixed_on_resume=True
+        0, "Seed of all random choices of a run.", at_most=2**31 - 1, fixed_on_resume=True
     )
 
     rollout_backend: str = in_rollout(
@@ -161,7 +163,7 @@ class Config:
         "auto", "Softmax of the loss; auto: over tokens that can be sampled.", choices="auto|full"
     )
     rollout_mesh_shape: str = free_in_rollout(
-        "auto", "Rollout mesh: auto, or dp,fsdp,tp; -1: all others.", form=MESH, yaml="mesh_shape"
+        "auto", "Rollout mesh: auto, or dp,fsdp,tp; -1: the rest.", form=MESH, yaml="mesh_shape"
     )
     lora_base_copy: str = free_in_rollout(
         "auto", "Sample with a fast copy of LoRA's base; auto: GPUs with room.", choices="auto|0|1"
@@ -187,7 +189,7 @@ class Config:
     reward_weights: tuple[float, ...] = in_reward((), "Reward weights; empty: see rewards.py.")
     reward_fn: str = in_reward("", "Reward functions, such as my.py:name; empty: the default ones.")
     reward_timeout_s: float = free_in_reward(
-        10.0, "Time limit of a reward call, in seconds.", above=0, at_most=10**6
+        10.0, "Seconds that a call of a reward or an environment may take.", above=0, at_most=10**6
     )
     reward_model_path: str = free_in_reward("", "Folder or hub id of reward_model; empty: none.")
     judge_prompt: str = free_in_reward("", "Prompt file of a judge; see docs/scorer.md.")
@@ -225,7 +227,7 @@ class Config:
     weight_decay: float = in_train(0.0, "Weight decay, decoupled from the gradient as in AdamW.")
     clip_norm: float = in_train(1.0, "Maximum global norm of the gradient; 0: no clipping.")
     mesh_shape: str = free_in_train(
-        "auto", "Training mesh: auto, or dp,fsdp,tp; -1: all others.", form=MESH
+        "auto", "Training mesh: auto, or dp,fsdp,tp; -1: the rest.", form=MESH
     )
     remat: str = free_in_train(
         "full", "What backward recomputes; dots: all but the matmuls.", choices="none|dots|full"
@@ -300,19 +302,19 @@ class Config:
         "", "Hub repository owner/name of the export; empty: none.", form=r"|[\w.-]+/[\w.-]+"
     )
     push_to_hub_private: bool = in_run(True, "Make the repository of PUSH_TO_HUB private.")
-    sample_every_steps: int = in_run(10, "Steps between samples in the log; 0: never.")
+    sample_every_steps: int = in_run(10, "Steps between samples of completions; 0: never.")
     print_train_time_breakdown: bool = in_run_per_process(
-        False, "Print the seconds of each phase per step."
+        False, "Add the seconds of each phase, and lengths, to the line of a step."
     )
     report_to: str = in_run_per_process(
         "", "Trackers: any of wandb,trackio,tensorboard; empty: as WANDB_MODE says.", form=TRACKERS
     )
     wandb_mode: str = in_run_per_process(
-        "", "Mode of W&B; empty: online if it has a key.", choices="disabled|online|offline"
+        "", "Mode of W&B; empty: online with WANDB_API_KEY.", choices="disabled|online|offline"
     )
     wandb_project: str = in_run_per_process("", "Project in W&B and trackio; empty: grpo.")
     wandb_name: str = in_run_per_process(
-        "", "Name in W&B, and of a new folder in runs/; empty: the folder's."
+        "", "Name in trackers (empty: the folder's), and of a new folder in runs/ (the model's)."
     )
     jax_compilation_cache_dir: str = in_run_per_process(
         "", "Folder of compiled programs; empty: .jax_cache."

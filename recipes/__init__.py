@@ -1,1 +1,1 @@
-"""Settings of runs, and the environments of two of them, which import nothing of ours."""
+"""Settings of runs, and the environments, rewards and makers of questions that they need."""

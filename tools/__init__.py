@@ -1,1 +1,1 @@
-"""What nobody needs to train: the plan for a TPU that is not here, times, pictures."""
+"""Commands that no training needs: a plan, a probe, questions to a model, times, profiles."""

@@ -114,7 +114,8 @@ def check_drift(
             f"{difference:.3g} nats on average; rounding explains at most {level:g}"
         )
         if is_new_run:
-            raise RuntimeError(drift)
+            plain = "ROLLOUT_BACKEND=naive, ATTENTION_IMPL=xla, POLICY_LOSS_IMPL=jax, DTYPE=float32"
+            raise RuntimeError(f"{drift}; to find the cause set, one after the other, {plain}")
         log.print_line(f"note step={step}: {drift}")
     return True
 

@@ -179,6 +179,8 @@ TRL_ARGUMENTS: dict[str, Any] = {
     "log_extra": lambda *_, **__: None,
     "log_metric": lambda *_, **__: None,
 }
+# A function without **columns has one of these arguments; the last two are verl's.
+NAMED_WITHOUT_ALL = {"completion_ids", "solution_str", "solution_strs"}
 
 
 # The types of Python for those of JSON schemas.
@@ -217,13 +219,21 @@ class _Server:
         """Loads the file. Returns the seconds that each completion of a call adds to its time
         limit: SECONDS_FOR_EACH_COMPLETION of the file, else 0; whether the file defines
         extract_answer(text); whether the function needs an argument `answer`; and whether the file
-        defines prefetch. Raises ValueError if the file does not define the function."""
+        defines prefetch. Raises ValueError if the file does not define the function, and TypeError
+        if the function or prefetch takes no other columns than it names."""
         if not callable(getattr(self._load(), name, None)):
             raise ValueError(f"{os.path.basename(self._file)} defines no function {name}")
         seconds = float(getattr(self._module, "SECONDS_FOR_EACH_COMPLETION", 0))
         answer = inspect.signature(getattr(self._module, name)).parameters.get("answer")
         reads_answer = answer is not None and answer.default is answer.empty
         has_prefetch = callable(getattr(self._module, "prefetch", None))
+        for called in (name, *["prefetch"] * has_prefetch):
+            function = getattr(self._module, called)
+            parameters = inspect.signature(function, follow_wrapped=False).parameters
+            takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+            if not takes_all and not parameters.keys() & NAMED_WITHOUT_ALL:
+                reason = "each call also passes completion_ids and every column of the dataset"
+                raise TypeError(f"{called} must end with **columns: {reason}")
         extract_answer: Any = getattr(self._module, "extract_answer", None)
         try:
             inspect.signature(extract_answer).bind("a text")

@@ -70,6 +70,8 @@ def folder(tmp_path_factory):
     (folder / "neighbour.py").write_text(NEIGHBOUR)
     (folder / "syntax.py").write_text("def f(:\n    pass\n")
     (folder / "broken.py").write_text("\nimport no_such_module\n")
+    narrow = "def f(texts, **_): pass\ndef few(texts, answer): pass\ndef prefetch(texts): pass\n"
+    (folder / "narrow.py").write_text(narrow)
     return folder
 
 
@@ -170,6 +172,8 @@ def test_arrays_are_lists(folder: Path) -> None:
         ("syntax.py:f", r"raised SyntaxError: invalid syntax \(syntax.py, line 1\)"),
         ("broken.py:f", r"ModuleNotFoundError: No module named 'no_such_module' \(broken.py:2\)"),
         ("mine.py:fails,", "REWARD_FN: '' is not file.py:name"),
+        ("narrow.py:f", r"raised TypeError: prefetch must end with \*\*columns: each call also"),
+        ("narrow.py:few", r"REWARD_FN narrow.py:few raised TypeError: few must end with \*\*colu"),
     ],
 )
 def test_a_reward_that_cannot_load_stops_at_once(folder, monkeypatch, entry, message):
@@ -318,7 +322,7 @@ def test_trainer_state_has_the_steps_and_only_the_functions_that_name_it_get_it(
     tmp_path: Path,
 ) -> None:
     body = """
-def steps(completions, trainer_state):
+def steps(completions, trainer_state, **kwargs):
     return [trainer_state.global_step, trainer_state.max_steps]
 def others(completions, **kwargs):
     return [float("trainer_state" in kwargs)]

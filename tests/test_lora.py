@@ -302,17 +302,23 @@ def test_a_folder_keeps_its_chat_template_and_the_revision_of_its_base(
     env = DATA | {"MODEL_PATH": str(folder)}
     run = set_up(Config.from_env(env))
     assert run.rollout.chat_format.tokenizer.chat_template.endswith("{# mine #}")
-    for how in ("adapters", "merged"):  # what is trained from this folder keeps it too
+    for how, dtype, b in (  # what is trained from this folder keeps it too
+        ("adapters", "float32", 3e-10),
+        ("merged", "float32", 3e-10),
+        ("merged", "bfloat16", 1e-5),
+    ):
         cfg = dataclasses.replace(run.cfg, export_lora=how, export_hf=str(tmp_path / f"of_{how}"))
-        params = init_params(run.learner.compute.model, jax.random.key(0))
-        few = jax.tree.map(lambda x: jnp.where(x == 0, 3e-10, x), params.adapters)
-        export(
-            dataclasses.replace(run, cfg=cfg), tmp_path, dataclasses.replace(params, adapters=few)
-        )
+        compute = run.learner.compute._replace(dtype=jnp.dtype(dtype))
+        learner = dataclasses.replace(run.learner, compute=compute)
+        params = init_params(compute.model, jax.random.key(0))
+        few = jax.tree.map(lambda x, b=b: jnp.where(x == 0, b, x), params.adapters)
+        params = jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), params).replace(adapters=few)
+        export(dataclasses.replace(run, cfg=cfg, learner=learner), tmp_path, params)
         exported = (tmp_path / f"of_{how}" / "chat_template.jinja").read_text(encoding="utf-8")
         assert exported.endswith("{# mine #}")
-    note = r"^note: EXPORT_LORA=merged changes [1-4]\d\.\d\d% of the numbers of the adapted"
-    assert len(re.findall(note, capsys.readouterr().out, re.M)) == 1
+        share = r"EXPORT_LORA=merged changes [1-4]\d\.\d\d% of the numbers of the adapted matrices"
+        notes = re.findall(rf"^note: {share}; {dtype} rounds", capsys.readouterr().out, re.M)
+        assert len(notes) == (how == "merged")
     other = env | {"CHAT_TEMPLATE": str(REPO / "docs" / "chat_template.jinja")}
     assert set_up(Config.from_env(other)).rollout.chat_format.tokenizer.chat_template == text
     # Until 2025 TRL and unsloth wrote the template into the settings of the tokenizer.

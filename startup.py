@@ -127,7 +127,8 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
         )
         if cfg.max_hours and cfg.steps:
             exported = state.params, base if cfg.export_lora == "merged" else None
-            lifecycle.limit_hours(cfg.max_hours, config.STARTED, read_s, state, exported)
+            itemsize = run.learner.compute.dtype.itemsize
+            lifecycle.limit_hours(cfg.max_hours, config.STARTED, read_s, state, exported, itemsize)
         lifecycle.claim_folder({"state": state})
         run.rollout.stop_signal.watch(cfg.preemption_grace_s)
         lifecycle.review(RUNNING, "")

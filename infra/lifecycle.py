@@ -121,15 +121,20 @@ class Lifecycle:
 
     # ---- MAX_HOURS -------------------------------------------------------------------------------
 
-    def limit_hours(self, hours: float, began: float, read_s: float, *arrays: Any) -> None:
+    def limit_hours(
+        self, hours: float, began: float, read_s: float, saved: Any, exported: Any, itemsize: int
+    ) -> None:
         """From now on the clock stops the run, in time for its end within MAX_HOURS.
 
         began: the time.monotonic() from which they count. read_s: the seconds that reading the
-        weights took. arrays: those of a checkpoint, and those that are exported.
+        weights took. saved: the arrays of a checkpoint. exported: those that are exported, with at
+        least itemsize bytes for each number, also of an int8 base.
         """
         self.max_hours, self.first_step, self.asked = hours, self.progress.step, time.monotonic()
-        sizes = (sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in arrays)
-        self.checkpoints.save_s, write_s = (size / SLOW_DISK for size in sizes)
+        self.checkpoints.save_s, write_s = (
+            sum(x.size * max(x.dtype.itemsize, least) for x in jax.tree.leaves(tree)) / SLOW_DISK
+            for tree, least in ((saved, 1), (exported, itemsize))
+        )
         self.export_s = max(read_s, write_s)
         for record in read_lines(self.out / "metrics.jsonl"):
             self.log.newest |= record

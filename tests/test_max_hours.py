@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import pytest
 from faults.random_deadlines import missing, start_with
@@ -40,7 +41,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def limited(out: Path, **settings: int) -> Lifecycle:
     """A run with MAX_HOURS=1 that saves each step, and whose weights were read in 8 seconds."""
     life = life_of(out, **{"eval_every_steps": 5, "save_every_steps": 1} | settings)
-    life.limit_hours(1, 0.0, 8.0, [], [])
+    life.limit_hours(1, 0.0, 8.0, [], [], 2)
     return life
 
 
@@ -124,15 +125,20 @@ def test_a_run_whose_steps_and_evaluations_are_done_is_not_late_in_the_full_swee
     life.stop_signal.raise_if_stopped()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "itemsize", "seconds"), [("float32", 2, 24), ("bfloat16", 2, 12), ("int8", 4, 24)]
+)
 def test_a_start_expects_the_newest_evaluation_of_its_records_and_a_slow_disk(
-    tmp_path: Path, clock: SimpleNamespace
+    tmp_path: Path, clock: SimpleNamespace, dtype: str, itemsize: int, seconds: int
 ) -> None:
+    """An int8 base is exported in the dtype of the run."""
     lines = [json.dumps({"step": i, "time/eval/step_s": 10.0 * (3 - i)}) for i in range(2)]
     life = life_of(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 2}\n')
-    saved, exported = SimpleNamespace(nbytes=3.2e9), SimpleNamespace(nbytes=1.2e9)
-    life.limit_hours(1, 0.0, 8.0, {"a": saved}, (exported, None))
-    assert stops_at(life, clock) == 3600 - 10 - 1.25 * (20 + 32 + 12)
+    saved = jax.ShapeDtypeStruct((800, 10**6), "float32")
+    exported = jax.ShapeDtypeStruct((600, 10**6), dtype)
+    life.limit_hours(1, 0.0, 8.0, {"a": saved}, (exported, None), itemsize)
+    assert stops_at(life, clock) == 3600 - 10 - 1.25 * (20 + 32 + seconds)
 
 
 @pytest.mark.parametrize(

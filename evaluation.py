@@ -134,7 +134,7 @@ def evaluation_record(
     record = {f"{prefix}/accuracy": accuracy, f"{prefix}/accuracy_se": error}
     record |= {f"{prefix}/accuracy/{name}": value for name, value in estimates.items()}
     record[f"{prefix}/questions_global"] = questions
-    record |= completion_record(f"{prefix}/", run.rollout, evaluation)
+    record |= completion_record(f"{prefix}/", run.rollout, evaluation, len(evaluation.rewards))
     if (scored := record.get(f"{prefix}/reward/scored_frac")) is not None:
         results += f" scored_frac={scored:.4f}"
     record[f"time/{prefix}/step_s"] = seconds

@@ -259,13 +259,16 @@ def are_right(function_rewards: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(reward), np.nan, reward >= RIGHT)
 
 
-def completion_record(prefix: str, rollout: RolloutConfig, batch: Batch) -> dict[str, float]:
+def completion_record(
+    prefix: str, rollout: RolloutConfig, batch: Batch, count: int | None = None
+) -> dict[str, float]:
     """The metrics of completions, of a step or an evaluation: their rewards, their lengths and,
-    with an environment, their turns."""
+    with an environment, their turns. count: see take_metrics of extras/scorer.py."""
     record = _spread(f"{prefix}reward/total", batch.rewards, "mean", "std", "min", "max")
     for function, column in zip(rollout.functions, batch.function_rewards.T, strict=True):
         record[f"{prefix}reward/func/{function.__name__}/mean"] = mean_without_nan(column)
-        metrics = getattr(function, "take_metrics", dict)()  # of reward_model
+        # of reward_model
+        metrics = function.take_metrics(count) if hasattr(function, "take_metrics") else {}
         record |= {f"{prefix}reward/model/{name}": value for name, value in metrics.items()}
     is_scored = ~np.isnan(batch.function_rewards[:, 0])  # [B]
     if not is_scored.all():  # The accuracy is that of the others.

@@ -56,7 +56,7 @@ class Scorer:
     words: tuple[int, ...]  # the ids of JUDGE_WORDS; (): a reward model
     reads_answer: bool
     params: Params | None = None
-    # Of the texts of all processes since take_metrics: the probability of both words together, 1
+    # Of each call since take_metrics [processes, texts]: the probability of both words together, 1
     # without words; NaN: the text is too long.
     measured: list[np.ndarray] = dataclasses.field(default_factory=list)
     has_noted: bool = False  # that the judge would say something else
@@ -107,7 +107,7 @@ class Scorer:
                 batch = shard_batch(arrays, compute.layout)
                 results = score_last_tokens(self.params, *batch, compute, self.words)
                 values[chosen] = local_part(results)[: len(chosen)]
-        self.measured.append(gather_processes(np.where(is_long, np.nan, values[:, 1])))
+        self.measured.append(gather_processes(np.where(is_long, np.nan, values[:, 1])[None]))
         mean, words = mean_without_nan(self.measured[-1]), self.cfg.judge_words
         if mean < 0.5 and not self.has_noted:
             self.has_noted = True
@@ -135,9 +135,11 @@ class Scorer:
             texts = self.chat_format.render(chats, add_generation_prompt=bool(self.words))
         return self.chat_format.tokenizer(texts, add_special_tokens=False)["input_ids"]
 
-    def take_metrics(self) -> dict[str, float]:
-        """The metrics of the texts of all processes since the last call."""
-        probabilities, self.measured = np.concatenate(self.measured), []
+    def take_metrics(self, count: int | None = None) -> dict[str, float]:
+        """The metrics of the texts of all processes since the last call. count: the texts before
+        those that fill the passes of an evaluation; None: all of them."""
+        probabilities = np.concatenate(self.measured, axis=1).reshape(-1)[:count]
+        self.measured = []
         is_too_long = np.isnan(probabilities)
         metrics = {"too_long": is_too_long.sum(), "too_long_frac": is_too_long.mean()}
         words = {"words_probability": mean_without_nan(probabilities)} if self.words else {}

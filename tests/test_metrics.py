@@ -46,9 +46,11 @@ def clock() -> Clock:
 
 def run_of(samples: int = 1, temperature: float = 0.0) -> SimpleNamespace:
     """What metrics.py reads of a run with the functions `first`, which says what is right, and
-    `second`, and with two completions of a prompt. samples, temperature: of its evaluations."""
+    `second`, which has metrics, and with two completions of a prompt. samples, temperature: of its
+    evaluations."""
+    second = SimpleNamespace(__name__="second", take_metrics=lambda count: {"count": count})
     rollout = SimpleNamespace(
-        functions=[SimpleNamespace(__name__=name) for name in ("first", "second")],
+        functions=[SimpleNamespace(__name__="first"), second],
         sampling=Sampling(1.0),
         eval_sampling=Sampling(temperature),
         environments=None,
@@ -113,6 +115,7 @@ def test_the_step_record_by_hand() -> None:
         "throughput/train/valid_tokens_per_s_update": 40.0,
         "compile/programs": 2,
         "compile/s": 1.5,
+        "train-reward/model/count": None,  # of all rounds
     }
     assert {name: records[name] for name in expected} == pytest.approx(expected)
 
@@ -169,6 +172,7 @@ def test_a_completion_is_right_if_its_reward_is_at_least_1_and_left_out_if_it_ha
         "decoding=greedy t=4.00s"
     )
     assert "eval/reward/scored_frac" not in records
+    assert records["eval/reward/model/count"] == 4, "what fills the passes does not count"
 
 
 @pytest.mark.parametrize(

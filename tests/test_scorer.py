@@ -164,6 +164,9 @@ def test_a_text_that_is_too_long_has_no_score_and_is_counted(tmp_path: Path) -> 
     near = TRL["scores"]["qwen3"]
     np.testing.assert_allclose(scores[~is_too_long], np.array(near)[~is_too_long], atol=1e-4)
     assert scorer.take_metrics() == {"too_long": 2, "too_long_frac": 2 / 16}
+    for texts in ([8, 0], [12, 12]):  # an evaluation of three questions in two passes
+        scores_of(scorer, texts)
+    assert scorer.take_metrics(3) == {"too_long": 2, "too_long_frac": 2 / 3}
     scorer.params = jax.tree.map(lambda x: x * np.nan, scorer.params)
     line = "reward reward_model, completion 0: nan is neither a finite number nor None"
     refused(lambda: total_rewards(TEXTS, dict(COLUMNS), [scorer], [1.0]), line)

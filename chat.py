@@ -39,8 +39,8 @@ SENTINEL = "A text that is nowhere else."
 THINK_TAGS = re.compile(r"[<\[]/?[\w:|]*(?:think|thought|reason)[\w:|]*[>\]]", re.IGNORECASE)
 _TAIL = 16  # A tag and the white space after it have fewer tokens than this.
 # The arguments and functions that transformers and this file give to every chat template.
-GIVEN_TO_TEMPLATES = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception")
-GIVEN_TO_TEMPLATES += ("strftime_now",)
+GIVEN_TO_TEMPLATES = {"messages", "tools", "documents", "add_generation_prompt"}
+GIVEN_TO_TEMPLATES |= {"raise_exception", "strftime_now"}
 LONG_THOUGHT = 4096  # tokens; a lower MAX_LENGTH_SAMPLE truncates most answers of reasoning models
 
 Example = dict[str, Any]  # the columns of an example: any values of JSON
@@ -80,7 +80,7 @@ def clean_fields(fields: dict[str, Any]) -> dict[str, Any]:
 
 def has_system_message(example: Example) -> bool:
     messages = example.get("prompts")
-    return bool(messages) and messages[0]["role"] == "system"
+    return bool(messages and messages[0]["role"] == "system")
 
 
 def read_prefix_messages(setting: str) -> list[Message]:
@@ -142,7 +142,7 @@ class ChatFormat(NamedTuple):
         arguments = f" and CHAT_TEMPLATE_KWARGS={json.dumps(self.kwargs)}" if self.kwargs else ""
         reason = f"its chat template fails on messages of {roles}{arguments}"
         with reading(f"MODEL_PATH (or CHAT_TEMPLATE): {reason}"):
-            return self.tokenizer.apply_chat_template(
+            texts = self.tokenizer.apply_chat_template(
                 chats,
                 tools=[*self.tools] or None,
                 chat_template=FIXED_DATE + self.template(),
@@ -150,6 +150,7 @@ class ChatFormat(NamedTuple):
                 tokenize=False,
                 **self.kwargs,
             )
+        return [*map(str, texts)]  # a list of chats gives a list of texts
 
     def arguments(self) -> set[str]:
         """The arguments that the chat template reads, but for those that every run sets."""
@@ -269,7 +270,12 @@ def decode_part(
 ) -> str:
     """The text of a part of a completion, with its special tokens (<tool_call> may be one), but
     without the stop token that ends it."""
-    return tokenizer.decode(ids[:-1] if ids[-1] in stop_ids else ids)
+    return decode(ids[:-1] if ids[-1] in stop_ids else ids, tokenizer)
+
+
+def decode(ids: list[int], tokenizer: "PreTrainedTokenizerBase") -> str:
+    """The text of these tokens."""
+    return str(tokenizer.decode(ids))  # a list of lists would give several texts
 
 
 def open_think_tag(prompt_ids: list[int], tokenizer: "PreTrainedTokenizerBase") -> str:
@@ -278,7 +284,7 @@ def open_think_tag(prompt_ids: list[int], tokenizer: "PreTrainedTokenizerBase") 
     Some chat templates open this tag for the assistant. The completion then begins after the tag,
     so the caller prepends the tag to the completion for the reward functions.
     """
-    tag = re.search(r"<think>\s*\Z", tokenizer.decode(prompt_ids[-_TAIL:]))
+    tag = re.search(r"<think>\s*\Z", decode(prompt_ids[-_TAIL:], tokenizer))
     return tag[0] if tag else ""
 
 
@@ -310,7 +316,7 @@ def check_chat_format(chat_format: ChatFormat, max_length_sample: float) -> None
         remedy = "set CHAT_TEMPLATE to one that does so with add_generation_prompt"
         raise UserMistake(f"MODEL_PATH (or CHAT_TEMPLATE): {reason}; {remedy}")
     tokenizer = chat_format.tokenizer
-    bos = tokenizer.decode(tokenizer("")["input_ids"][:1])
+    bos = decode(tokenizer("")["input_ids"][:1], tokenizer)
     if bos == tokenizer.bos_token and not text.startswith(bos):
         reason = f"the tokenizer puts {bos} before a text, and the chat template does not"
         print(
@@ -368,7 +374,7 @@ def unread_fields(
 
     The last message of a kind decides, because templates drop the thoughts of earlier ones.
     """
-    last = {}
+    last: dict[tuple[str, bool, str], tuple[list[Message], int]] = {}
     for chat in chats:
         for i, message in enumerate(chat):
             kind = message["role"], bool(message.get("tool_calls"))

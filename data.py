@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -37,6 +37,8 @@ class Prompt(NamedTuple):
     ids: list[int]  # tokens of the chat template, up to where the assistant begins to speak
     columns: Example  # see load_examples
 
+
+AnyPrompt = TypeVar("AnyPrompt")  # a Prompt, or a Demonstration
 
 # ---- Examples ------------------------------------------------------------------------------------
 
@@ -84,12 +86,12 @@ def load_examples(
     if 0 < sum("prompts" in example_texts for example_texts in texts) < len(texts):
         reason = "some questions are texts and others lists of messages; write all in the same form"
         raise UserMistake(f"DATASET={dataset}, split {split!r}: {reason}")
-    if not needs_answers and answer not in (None, "answer"):
+    if not needs_answers and answer is not None and answer != "answer":
         if all(find_column(example, answer) is None for example in examples):
-            columns = ", ".join(dict.fromkeys(name for example in examples for name in example))
-            reason = f"no example of split {split!r} has it; its columns are {columns}"
+            known = ", ".join(dict.fromkeys(name for example in examples for name in example))
+            reason = f"no example of split {split!r} has it; its columns are {known}"
             raise UserMistake(f"DATASET={dataset}, ANSWER_COLUMN={answer}: {reason}")
-    if any("answer" in example_texts for example_texts in texts):
+    if answer is not None and any("answer" in example_texts for example_texts in texts):
         for example, example_texts in zip(examples, texts, strict=True):
             if "answer" not in example_texts:
                 value = json.loads(json.dumps(find_column(example, answer), default=str))
@@ -229,7 +231,7 @@ def read_completion(
 
 def number_to_text(value: object) -> object:
     """A finite number as its text, and any other value as it is."""
-    is_number = type(value) in (int, float) and -math.inf < value < math.inf
+    is_number = (type(value) is int or type(value) is float) and -math.inf < value < math.inf
     return json.dumps(value) if is_number else value
 
 
@@ -386,14 +388,13 @@ def _shared_int(token_id: int) -> int:
 
 
 def drop_long_prompts(
-    prompts: list[Prompt], limit: int, split: str, part: str = "prompt"
-) -> list[Prompt]:
+    prompts: list[AnyPrompt], lengths: list[int], limit: int, split: str, part: str = "prompt"
+) -> list[AnyPrompt]:
     """The prompts of at most `limit` tokens (0: no limit). Prints how many are longer.
-    split: its name in messages. part: "completion": the tokens of the completions count.
-    Raises UserMistake if no prompt is left."""
+    lengths: the tokens of each part. split, part: names in messages; part: "prompt" or
+    "completion". Raises UserMistake if no prompt is left."""
     if not limit:
         return prompts
-    lengths = [len(p.ids if part == "prompt" else p.completion_ids) for p in prompts]
     setting = f"{'MAX_PROMPT_LENGTH' if part == 'prompt' else 'MAX_LENGTH_SAMPLE'}={limit}"
     kept = [p for p, length in zip(prompts, lengths, strict=True) if length <= limit]
     if not kept:

@@ -131,7 +131,7 @@ def evaluation_record(
         results += "".join(f" {name}={estimates[name]:.4f}" for name in headline)
     decoding = "sampled" if run.rollout.eval_sampling.temperature else "greedy"
     results += f" decoding={decoding} t={seconds:.2f}s"
-    record = {f"{prefix}/accuracy": accuracy, f"{prefix}/accuracy_se": error}
+    record: dict[str, Any] = {f"{prefix}/accuracy": accuracy, f"{prefix}/accuracy_se": error}
     record |= {f"{prefix}/accuracy/{name}": value for name, value in estimates.items()}
     record[f"{prefix}/questions_global"] = questions
     record |= completion_record(f"{prefix}/", run.rollout, evaluation, len(evaluation.rewards))

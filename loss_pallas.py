@@ -132,7 +132,7 @@ class Tiles(NamedTuple):
     mesh: Mesh | None
 
     @property
-    def count(self) -> int:
+    def num_tiles(self) -> int:
         return -(-self.rows // self.size)
 
     def start(self, i: jax.Array) -> jax.Array:
@@ -176,7 +176,7 @@ def _forward_shard(
 
     zeros = jnp.zeros((len(ids), 1))
     statistics = _pack(zeros + MASKED, zeros, zeros, zeros)
-    statistics = jax.lax.fori_loop(0, tiles.count, add_tile, statistics)
+    statistics = jax.lax.fori_loop(0, tiles.num_tiles, add_tile, statistics)
     largest, chosen, total, weighted = statistics.T
     if call.mesh:
         max_logit = jax.lax.pmax(largest, "tp")
@@ -205,7 +205,7 @@ def _backward_shard(
         return grad_hidden, tiles.add(grads[1], i, grad_w)
 
     zeros = jnp.zeros(hidden.shape), jnp.zeros(lm_head.shape)
-    grad_hidden, grad_lm_head = jax.lax.fori_loop(0, tiles.count, add_tile, zeros)
+    grad_hidden, grad_lm_head = jax.lax.fori_loop(0, tiles.num_tiles, add_tile, zeros)
     if call.mesh:
         grad_hidden = jax.lax.psum(grad_hidden, "tp")
         grad_lm_head = jax.lax.psum(grad_lm_head, "dp")

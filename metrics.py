@@ -1,10 +1,11 @@
 """The metrics of a step: the lines that scripts parse, the record for metrics.jsonl and W&B, and
 samples of completions."""
 
+import dataclasses
 import math
 import sys
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -50,7 +51,8 @@ def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
 # ---- A step --------------------------------------------------------------------------------------
 
 
-class Step(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Step:
     """A training step, as its lines and its record describe it."""
 
     index: int
@@ -188,6 +190,7 @@ def step_record(step: Step, rollout: RolloutConfig, local_batch: int) -> dict[st
     record["time/train/step_s"] = step_s
     record["compile/programs"] = len(compiled)
     record["compile/s"] = sum(compiled)
+    assert batch.decode_steps is not None, "a rollout counts them"
     computed = batch.decode_steps.sum()
     record["throughput/rollout/computed_per_token"] = computed / tokens
     record["throughput/train/valid_tokens_per_s"] = tokens / step_s
@@ -267,9 +270,9 @@ def completion_record(
     record = _spread(f"{prefix}reward/total", batch.rewards, "mean", "std", "min", "max")
     for function, column in zip(rollout.functions, batch.function_rewards.T, strict=True):
         record[f"{prefix}reward/func/{function.__name__}/mean"] = mean_without_nan(column)
-        # of reward_model
-        metrics = function.take_metrics(count) if hasattr(function, "take_metrics") else {}
-        record |= {f"{prefix}reward/model/{name}": value for name, value in metrics.items()}
+        if hasattr(function, "take_metrics"):  # reward_model
+            metrics = function.take_metrics(count)
+            record |= {f"{prefix}reward/model/{name}": x for name, x in metrics.items()}
     is_scored = ~np.isnan(batch.function_rewards[:, 0])  # [B]
     if not is_scored.all():  # The accuracy is that of the others.
         record[f"{prefix}reward/scored_frac"] = is_scored.mean()

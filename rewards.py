@@ -255,7 +255,7 @@ def with_tags(function: RewardFunction, names: Sequence[str]) -> RewardFunction:
         return function([read(text) for text in completions], **columns)
 
     if hasattr(function, "extract_answer"):
-        reward.extract_answer = lambda text: function.extract_answer(read(text))
+        reward.__dict__["extract_answer"] = lambda text: function.extract_answer(read(text))
     return reward
 
 
@@ -300,11 +300,11 @@ def _folded(answer: str | None) -> tuple[str, str]:
     return words.removesuffix(".").removesuffix("。"), after.removesuffix(".")
 
 
-# Questions need answers only for functions that read them; see load_split.
-reward_correct.reads_answer = exact_match.reads_answer = True
-# The answers that maj@n counts; for the functions of a file see load_reward_function.
-reward_correct.extract_answer = extract_answer
-exact_match.extract_answer = lambda text: "".join(_folded(marked_answer(text))) or None
+# See RewardFunction; for the functions of a file see load_reward_function.
+reward_correct.__dict__.update(reads_answer=True, extract_answer=extract_answer)
+exact_match.__dict__.update(
+    reads_answer=True, extract_answer=lambda text: "".join(_folded(marked_answer(text))) or None
+)
 
 
 def reward_format(completions: list[str], **columns: list) -> Rewards:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from chat import (
     ChatFormat,
     check_chat_format,
     check_messages,
+    decode,
     end_of_turn_id,
     has_system_message,
     read_prefix_messages,
@@ -352,10 +353,10 @@ def find_stop_ids(folder: Path, chat_format: ChatFormat, vocab_size: int) -> tup
     named = hf.read_stop_ids(folder, tokenizer, vocab_size)
     if end is not None and end < vocab_size and end not in named:
         reason = "the chat template ends an answer with it, though the model's files do not name it"
-        print(f"note: {tokenizer.decode([end])} is a stop token: {reason}", flush=True)
+        print(f"note: {decode([end], tokenizer)} is a stop token: {reason}", flush=True)
         return tuple(sorted((*named, end)))
     if end is None and (text := text_after_answer(chat_format)):
-        ends = ", ".join(tokenizer.decode([i]) for i in named)
+        ends = ", ".join(decode([i], tokenizer) for i in named)
         reason = f"{text!r:.40}, which is no token: the model may write it and go on"
         print(f"note: the chat template ends an answer with {reason} until {ends}", flush=True)
     return named
@@ -366,10 +367,10 @@ def load_split(
 ) -> list[dict[str, Any]]:
     """The examples of a split of DATASET; without answers if there are none and no reward function
     reads them. Raises UserMistake."""
-    answer, completion = cfg.answer_column, None
+    is_sft = cfg.loss_type == "sft"
+    answer = None if is_sft and not cfg.reward_fn else cfg.answer_column
+    completion = cfg.completion_column if is_sft else None
     needs_answers = any(getattr(function, "reads_answer", False) for function in functions)
-    if cfg.loss_type == "sft":
-        answer, completion = (answer if cfg.reward_fn else None), cfg.completion_column
     examples = data.load_examples(
         cfg.dataset,
         cfg.dataset_config,
@@ -399,17 +400,22 @@ def prompts_of_split(
         print(f"note: {count} of {len(examples)} {split} prompts {reason}", flush=True)
     # First: examples that a template writes only in part have other faults as well.
     check_messages(examples, chat_format, split)
-    build = build_demonstrations if cfg.loss_type == "sft" else data.build_prompts
-    prompts = build(examples, chat_format, model.vocab_size)
-    prompts = data.drop_long_prompts(prompts, cfg.max_prompt_length, split)
-    if cfg.loss_type == "sft":
-        prompts = data.drop_long_prompts(prompts, cfg.max_length_sample, split, "completion")
-        for prompt in prompts:
-            if (length := len(prompt.ids) + len(prompt.completion_ids)) > model.max_positions:
-                longer = f"{prompt.source} has {length} tokens, and the model has"
-                remedy = "lower MAX_LENGTH_SAMPLE or set MAX_PROMPT_LENGTH"
-                raise UserMistake(f"{longer} {model.max_positions} positions; {remedy}")
-    return prompts
+    if cfg.loss_type != "sft":
+        prompts = data.build_prompts(examples, chat_format, model.vocab_size)
+        lengths = [len(prompt.ids) for prompt in prompts]
+        return data.drop_long_prompts(prompts, lengths, cfg.max_prompt_length, split)
+    found = build_demonstrations(examples, chat_format, model.vocab_size)
+    lengths = [len(demonstration.ids) for demonstration in found]
+    found = data.drop_long_prompts(found, lengths, cfg.max_prompt_length, split)
+    lengths = [len(demonstration.completion_ids) for demonstration in found]
+    found = data.drop_long_prompts(found, lengths, cfg.max_length_sample, split, "completion")
+    for demonstration in found:
+        length = len(demonstration.ids) + len(demonstration.completion_ids)
+        if length > model.max_positions:
+            longer = f"{demonstration.source} has {length} tokens, and the model has"
+            remedy = "lower MAX_LENGTH_SAMPLE or set MAX_PROMPT_LENGTH"
+            raise UserMistake(f"{longer} {model.max_positions} positions; {remedy}")
+    return cast(list[data.Prompt], found)  # see Run
 
 
 def raise_if_no_number(dataset: str, split: str, answers: list[str]) -> None:

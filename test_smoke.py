@@ -59,8 +59,10 @@ def train(out: Path, **env: str) -> Run:
     shell = {k: v for k, v in os.environ.items() if k not in names | of_tests}
     settings = {"JAX_PLATFORMS": "cpu", "WANDB_API_KEY": "", "OUTPUT_DIR": str(out)}
     command = [sys.executable, str(REPO / "train_grpo.py")]
-    pipes = {"text": True, "capture_output": True, "timeout": 300}
-    done = subprocess.run(command, env=shell | settings | env, cwd=out.parent, **pipes)
+    env = shell | settings | env
+    done = subprocess.run(
+        command, env=env, cwd=out.parent, text=True, capture_output=True, timeout=300
+    )
     return Run(done.returncode, done.stdout, done.stderr, out)
 
 

@@ -20,7 +20,7 @@ import dataclasses
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from config import Config, load
 from infra.settings import to_text
@@ -67,6 +67,7 @@ import math
 import jax
 import numpy as np
 
+from chat import decode
 from data import batch_indices
 from demonstrations import Demonstration
 from evaluation import evaluate
@@ -124,7 +125,7 @@ def main(cfg: Config) -> None:
             batch = batch_of([run.train_prompts[i] for i in indices], cfg.max_length_sample)
             if step == 0:  # for people to check
                 ids = batch.completion_ids[0][batch.completion_mask[0] > 0]
-                text = run.rollout.chat_format.tokenizer.decode(ids)
+                text = decode(ids, run.rollout.chat_format.tokenizer)
                 text = escape_control_characters(shorten(text))
                 log.print_line(f"first demonstration, {batch.prompts[0].source}: {text}")
 
@@ -172,7 +173,8 @@ def evaluate_loss(run: Run, log: RunLog, params: Params, step: int, full: bool) 
     """The mean negative log-likelihood of the tokens to train on, in the first EVAL_PROMPTS
     demonstrations of the eval split or, if `full`, in all. Also prints and records it."""
     clock, limit, P = Clock([]), run.cfg.eval_prompts, run.sizes.prompts_per_step
-    demonstrations = run.eval_prompts if full or not limit else run.eval_prompts[:limit]
+    demonstrations = cast(list[Demonstration], run.eval_prompts)
+    demonstrations = demonstrations if full or not limit else demonstrations[:limit]
     total, tokens = 0.0, 0
     for i in range(0, len(demonstrations), P):
         run.rollout.stop_signal.raise_if_stopped()

@@ -492,8 +492,8 @@ COMPARED = (  # patterns; the last value of each such metric of either run is co
     "time/eval_full/step_s",
 )
 # Settings that say on which questions and by which rewards a run is measured.
-MEASURES = ("data.dataset", "data.dataset_config", "data.eval_split", "reward.reward_fn")
-MEASURES += ("reward.reward_weights",)
+MEASURES = ["data.dataset", "data.dataset_config", "data.eval_split", "reward.reward_fn"]
+MEASURES += ["reward.reward_weights"]
 
 
 def print_comparison(names: list[str], histories: list[History]) -> None:

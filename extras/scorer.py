@@ -193,7 +193,8 @@ def read_scorer(cfg: Config, sizes: Sizes) -> Scorer:
     hf.raise_if_overwriting(cfg.export_hf, cfg.output_dir, folder, "REWARD_MODEL_PATH")
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     kwargs = {name: x for name, x in cfg.template_kwargs().items() if name in arguments}
-    prompt, words, size = "", (), sizes.micro_batch_size
+    prompt, size = "", sizes.micro_batch_size
+    words: tuple[int, ...] = ()
     if not model.has_score:
         (prompt, words, kwargs), pad_id = read_judge(cfg, tokenizer, arguments), -1
     elif cfg.judge_prompt or cfg.judge_template_kwargs:

@@ -181,11 +181,12 @@ def engine_arguments(run: Run, devices: Sequence[jax.Device]) -> dict[str, Any]:
     context = context_tokens(cfg.max_length_sample, longest)
     raise_if_engine_cannot_compute(cfg, model, longest, devices)
     sequences, pool_tokens = pool_size(cfg, run.sizes, longest, devices)
+    assert (rope := model.variants[0].rope), "a family that the engine has without rope"
     return {
         "model_path": str(run.folder.resolve()),
         "dtype": str(run.rollout.compute.dtype),
         # transformers 5 keeps rope_theta where the engine does not look for it.
-        "json_model_override_args": json.dumps({"rope_theta": model.variants[0].rope.theta}),
+        "json_model_override_args": json.dumps({"rope_theta": rope.theta}),
         "device": platform,
         "tp_size": len(devices),
         "mem_fraction_static": cfg.sglang_jax_mem_fraction_static,
@@ -406,6 +407,7 @@ def put_on_engine(
     have to call it: one program gives all engines their parts, which are taken without a copy."""
     if jax.process_count() == 1:
         return jax.device_put(arrange(x, wanted, turned, head_dim), wanted.sharding)
+    assert isinstance(x.sharding, NamedSharding), "a weight of the trainer has no mesh"
     program = program_for_engines(x.sharding.mesh, wanted, turned, head_dim)
     # On a CPU many programs that wait for other processes would use up the threads.
     x = jax.block_until_ready(program(x))

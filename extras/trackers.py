@@ -152,4 +152,8 @@ class TensorBoardRun:
         self._writer.close()
 
 
-TRACKERS = {"wandb": WandbRun, "trackio": TrackioRun, "tensorboard": TensorBoardRun}
+TRACKERS: dict[str, type[WandbRun | TrackioRun | TensorBoardRun]] = {
+    "wandb": WandbRun,
+    "trackio": TrackioRun,
+    "tensorboard": TensorBoardRun,
+}

@@ -11,7 +11,6 @@ and so on. Tokens that the policy has sampled are never decoded and tokenized ag
 """
 
 import contextlib
-import functools
 import itertools
 import json
 import os
@@ -23,7 +22,7 @@ import jax
 import numpy as np
 
 import data
-from chat import SENTINEL, ChatFormat, completion_text
+from chat import SENTINEL, ChatFormat, Message, completion_text, decode
 from contracts import Pass
 from infra.hosts import gather_texts
 from infra.mistakes import UserMistake
@@ -61,7 +60,7 @@ class TurnEnvironments:
         the chat template cannot hold several turns."""
         self._source, self._label = source, f"ENVIRONMENT_CLASS {source}"  # names it in errors
         self._worker, self._seed = worker, seed
-        self._stop_texts = [chat_format.tokenizer.decode([i]) for i in stop_ids]
+        self._stop_texts = [decode([i], chat_format.tokenizer) for i in stop_ids]
         tokens = chat_format.tokenizer.added_tokens_decoder.values()
         special = "|".join(re.escape(token.content) for token in tokens if token.special)
         self._special_token = re.compile(special or "(?!)")
@@ -132,13 +131,15 @@ class TurnEnvironments:
             self._special_token.sub(lambda _: f"{SENTINEL}{next(numbers)};", text) for text in texts
         ]
         _, message = self._text_after_answer([{"role": role, "content": x} for x in contents])
-        encode = functools.partial(self.chat_format.tokenizer, add_special_tokens=False)
         first, *parts = re.split(rf"{re.escape(SENTINEL)}(\d+);", message)
-        ids = encode(first)["input_ids"]
+        ids = self._encode(first)
         for number, part in zip(parts[::2], parts[1::2], strict=True):
-            ids += encode(tokens[int(number)], split_special_tokens=True)["input_ids"]
-            ids += encode(part)["input_ids"]
+            ids += self._encode(tokens[int(number)], split_special_tokens=True)
+            ids += self._encode(part)
         return ids
+
+    def _encode(self, text: str, **options: bool) -> list[int]:
+        return self.chat_format.tokenizer(text, add_special_tokens=False, **options)["input_ids"]
 
     def get_reward(
         self, completions: list[str], environments: Sequence[int], **columns: list
@@ -146,7 +147,7 @@ class TurnEnvironments:
         """The rewards that the environments give. environments: the sequence_ids of completions."""
         return self._ask_for_each("get_reward", [[sequence_id] for sequence_id in environments])
 
-    def _text_after_answer(self, messages: list[dict[str, str]]) -> tuple[str, str]:
+    def _text_after_answer(self, messages: list[Message]) -> tuple[str, str]:
         """The text that the chat template writes after an answer of the policy if these messages
         follow it: the stop token of the answer, and the rest."""
         answer = {"role": "assistant", "content": SENTINEL}
@@ -160,7 +161,7 @@ class TurnEnvironments:
             f"CHAT_TEMPLATE"
         )
 
-    def _render(self, messages: list[dict[str, str]]) -> str:
+    def _render(self, messages: list[Message]) -> str:
         """The text of a question and these messages, with the beginning of the policy's turn."""
         chat = [{"role": "user", "content": "A question."}, *messages]
         try:
@@ -172,7 +173,7 @@ class TurnEnvironments:
         """Raises UserMistake if the chat template does not describe tools to the model, or if it
         renders earlier turns with other tokens than the policy has sampled."""
         start, has_tools = self._render([]), bool(self.chat_format.tools)
-        think_tag = re.search(r"(<think>\s*)?\Z", start)[0]  # opened by the template, or empty
+        think_tag = "".join(re.findall(r"<think>\s*\Z", start))  # opened by the template, or ""
         turn, role = (self._turn_with_call(start), "tool") if has_tools else (ANSWER, "user")
         messages = [{"role": role, "content": "Words."}] * (2 if has_tools else 1)
         dialogue = [{"role": "assistant", "content": turn}, *messages] * 2

@@ -962,10 +962,11 @@ def test_a_chat_template_of_a_file_serves_a_model_that_has_none(tmp_path: Path) 
 
 def test_prompts_that_are_too_long_are_skipped(capsys: pytest.CaptureFixture) -> None:
     prompts = [Prompt(list(range(n)), {"question": str(n)}) for n in (5, 3, 7, 4)]
-    assert drop_long_prompts(prompts, 0, "train") == prompts
-    assert drop_long_prompts(prompts, 7, "train") == prompts
+    lengths = [len(prompt.ids) for prompt in prompts]
+    assert drop_long_prompts(prompts, lengths, 0, "train") == prompts
+    assert drop_long_prompts(prompts, lengths, 7, "train") == prompts
     assert capsys.readouterr().out == ""
-    assert drop_long_prompts(prompts, 4, "train") == [prompts[1], prompts[3]]
+    assert drop_long_prompts(prompts, lengths, 4, "train") == [prompts[1], prompts[3]]
     message = "skipped 2 of 4 train prompts: longer than MAX_PROMPT_LENGTH=4 tokens\n"
     assert capsys.readouterr().out == message
 

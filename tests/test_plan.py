@@ -193,6 +193,23 @@ def test_the_engine_s_memory_is_its_weights_and_its_pool(
     assert "rollout=2,1,4 (auto; the engine has all devices of a host on tp)\n" in out
 
 
+@needs_compiler
+def test_a_program_on_which_the_compiler_fails_is_named(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """As for Qwen3-4B with 8 prompts a pass on a v6e-8; this program calls what is nowhere."""
+    chip = jax.sharding.SingleDeviceSharding(plan.slice_devices("v6e-8")[0])
+    shape = jax.ShapeDtypeStruct((8,), "float32", sharding=chip)
+    program = Program(jax.jit(jax.ffi.ffi_call("nowhere", shape)), (shape,), 0)
+    monkeypatch.setattr(plan, "list_programs", lambda planned: {"turn_prefill": program})
+    code, _, errors = planned(capsys, "v6e-8", MODEL_PATH=str(model))
+    begin, end = (
+        "error: --plan v6e-8: the compiler fails on turn_prefill: ",
+        "are another program\n",
+    )
+    assert code == 2 and errors.startswith(begin) and errors.endswith(end)
+
+
 def test_what_a_plan_cannot_do_is_one_line(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -161,7 +161,12 @@ def print_plan(plan: Plan, flags: argparse.Namespace) -> int:
         print(f"| engine | {columns(memories['engine'], limit)} | not compiled |", flush=True)
     for name, program in programs.items():
         began = time.perf_counter()
-        memories[name] = measure_memory(program)
+        try:
+            memories[name] = measure_memory(program)
+        except jax.errors.JaxRuntimeError as error:
+            reason = f"the compiler fails on {name}: {in_one_line(error)}"
+            remedy = "other sizes, such as a smaller BATCH_SIZE, are another program"
+            raise UserMistake(f"--plan {slice_name}: {reason:.300}; {remedy}") from None
         seconds = time.perf_counter() - began
         print(f"| {name} | {columns(memories[name], limit)} | {seconds:.0f} s |", flush=True)
 

@@ -270,10 +270,10 @@ def decode_part(
 ) -> str:
     """The text of a part of a completion, with its special tokens (<tool_call> may be one), but
     without the stop token that ends it."""
-    return decode(ids[:-1] if ids[-1] in stop_ids else ids, tokenizer)
+    return token_text(ids[:-1] if ids[-1] in stop_ids else ids, tokenizer)
 
 
-def decode(ids: list[int], tokenizer: "PreTrainedTokenizerBase") -> str:
+def token_text(ids: list[int], tokenizer: "PreTrainedTokenizerBase") -> str:
     """The text of these tokens."""
     return str(tokenizer.decode(ids))  # a list of lists would give several texts
 
@@ -284,7 +284,7 @@ def open_think_tag(prompt_ids: list[int], tokenizer: "PreTrainedTokenizerBase") 
     Some chat templates open this tag for the assistant. The completion then begins after the tag,
     so the caller prepends the tag to the completion for the reward functions.
     """
-    tag = re.search(r"<think>\s*\Z", decode(prompt_ids[-_TAIL:], tokenizer))
+    tag = re.search(r"<think>\s*\Z", token_text(prompt_ids[-_TAIL:], tokenizer))
     return tag[0] if tag else ""
 
 
@@ -316,7 +316,7 @@ def check_chat_format(chat_format: ChatFormat, max_length_sample: float) -> None
         remedy = "set CHAT_TEMPLATE to one that does so with add_generation_prompt"
         raise UserMistake(f"MODEL_PATH (or CHAT_TEMPLATE): {reason}; {remedy}")
     tokenizer = chat_format.tokenizer
-    bos = decode(tokenizer("")["input_ids"][:1], tokenizer)
+    bos = token_text(tokenizer("")["input_ids"][:1], tokenizer)
     if bos == tokenizer.bos_token and not text.startswith(bos):
         reason = f"the tokenizer puts {bos} before a text, and the chat template does not"
         print(

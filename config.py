@@ -314,7 +314,7 @@ class Config:
     )
     wandb_project: str = in_run_per_process("", "Project in W&B and trackio; empty: grpo.")
     wandb_name: str = in_run_per_process(
-        "", "Name in trackers (empty: the folder's), and of a new folder in runs/ (the model's)."
+        "", "Name in trackers and of a new folder in runs/; empty: the folder's, or the model's."
     )
     jax_compilation_cache_dir: str = in_run_per_process(
         "", "Folder of compiled programs; empty: .jax_cache."

@@ -40,6 +40,7 @@ class Prompt(NamedTuple):
 
 AnyPrompt = TypeVar("AnyPrompt")  # a Prompt, or a Demonstration
 
+
 # ---- Examples ------------------------------------------------------------------------------------
 
 
@@ -391,8 +392,8 @@ def drop_long_prompts(
     prompts: list[AnyPrompt], lengths: list[int], limit: int, split: str, part: str = "prompt"
 ) -> list[AnyPrompt]:
     """The prompts of at most `limit` tokens (0: no limit). Prints how many are longer.
-    lengths: the tokens of each part. split, part: names in messages; part: "prompt" or
-    "completion". Raises UserMistake if no prompt is left."""
+    lengths: the tokens of each prompt or completion. split, part: names in messages; part:
+    "prompt" or "completion". Raises UserMistake if no prompt is left."""
     if not limit:
         return prompts
     setting = f"{'MAX_PROMPT_LENGTH' if part == 'prompt' else 'MAX_LENGTH_SAMPLE'}={limit}"

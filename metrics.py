@@ -270,7 +270,7 @@ def completion_record(
     record = _spread(f"{prefix}reward/total", batch.rewards, "mean", "std", "min", "max")
     for function, column in zip(rollout.functions, batch.function_rewards.T, strict=True):
         record[f"{prefix}reward/func/{function.__name__}/mean"] = mean_without_nan(column)
-        if hasattr(function, "take_metrics"):  # reward_model
+        if hasattr(function, "take_metrics"):  # only reward_model has it
             metrics = function.take_metrics(count)
             record |= {f"{prefix}reward/model/{name}": x for name, x in metrics.items()}
     is_scored = ~np.isnan(batch.function_rewards[:, 0])  # [B]

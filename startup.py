@@ -26,11 +26,11 @@ from chat import (
     ChatFormat,
     check_chat_format,
     check_messages,
-    decode,
     end_of_turn_id,
     has_system_message,
     read_prefix_messages,
     text_after_answer,
+    token_text,
 )
 from config import Config
 from contracts import Backend, Environments
@@ -353,10 +353,10 @@ def find_stop_ids(folder: Path, chat_format: ChatFormat, vocab_size: int) -> tup
     named = hf.read_stop_ids(folder, tokenizer, vocab_size)
     if end is not None and end < vocab_size and end not in named:
         reason = "the chat template ends an answer with it, though the model's files do not name it"
-        print(f"note: {decode([end], tokenizer)} is a stop token: {reason}", flush=True)
+        print(f"note: {token_text([end], tokenizer)} is a stop token: {reason}", flush=True)
         return tuple(sorted((*named, end)))
     if end is None and (text := text_after_answer(chat_format)):
-        ends = ", ".join(decode([i], tokenizer) for i in named)
+        ends = ", ".join(token_text([i], tokenizer) for i in named)
         reason = f"{text!r:.40}, which is no token: the model may write it and go on"
         print(f"note: the chat template ends an answer with {reason} until {ends}", flush=True)
     return named
@@ -404,18 +404,20 @@ def prompts_of_split(
         prompts = data.build_prompts(examples, chat_format, model.vocab_size)
         lengths = [len(prompt.ids) for prompt in prompts]
         return data.drop_long_prompts(prompts, lengths, cfg.max_prompt_length, split)
-    found = build_demonstrations(examples, chat_format, model.vocab_size)
-    lengths = [len(demonstration.ids) for demonstration in found]
-    found = data.drop_long_prompts(found, lengths, cfg.max_prompt_length, split)
-    lengths = [len(demonstration.completion_ids) for demonstration in found]
-    found = data.drop_long_prompts(found, lengths, cfg.max_length_sample, split, "completion")
-    for demonstration in found:
+    demonstrations = build_demonstrations(examples, chat_format, model.vocab_size)
+    lengths = [len(x.ids) for x in demonstrations]
+    demonstrations = data.drop_long_prompts(demonstrations, lengths, cfg.max_prompt_length, split)
+    lengths = [len(x.completion_ids) for x in demonstrations]
+    demonstrations = data.drop_long_prompts(
+        demonstrations, lengths, cfg.max_length_sample, split, "completion"
+    )
+    for demonstration in demonstrations:
         length = len(demonstration.ids) + len(demonstration.completion_ids)
         if length > model.max_positions:
             longer = f"{demonstration.source} has {length} tokens, and the model has"
             remedy = "lower MAX_LENGTH_SAMPLE or set MAX_PROMPT_LENGTH"
             raise UserMistake(f"{longer} {model.max_positions} positions; {remedy}")
-    return cast(list[data.Prompt], found)  # see Run
+    return cast(list[data.Prompt], demonstrations)  # see Run
 
 
 def raise_if_no_number(dataset: str, split: str, answers: list[str]) -> None:

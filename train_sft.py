@@ -67,7 +67,7 @@ import math
 import jax
 import numpy as np
 
-from chat import decode
+from chat import token_text
 from data import batch_indices
 from demonstrations import Demonstration
 from evaluation import evaluate
@@ -125,7 +125,7 @@ def main(cfg: Config) -> None:
             batch = batch_of([run.train_prompts[i] for i in indices], cfg.max_length_sample)
             if step == 0:  # for people to check
                 ids = batch.completion_ids[0][batch.completion_mask[0] > 0]
-                text = decode(ids, run.rollout.chat_format.tokenizer)
+                text = token_text(ids, run.rollout.chat_format.tokenizer)
                 text = escape_control_characters(shorten(text))
                 log.print_line(f"first demonstration, {batch.prompts[0].source}: {text}")
 

@@ -4,9 +4,9 @@
     python extras/report.py runs/a runs/b                # how good and how fast both are
     python extras/report.py runs/a runs/b --out ab.png   # the main curves; it needs matplotlib
 
-A run writes its own review at each evaluation and at its end. This command writes the review at any
-other time, also for a run that was killed. The picture shows the held-out accuracy with its
-standard error on the left, and the mean reward of each step on the right.
+A run writes its own review at its end and at evaluations, if it is long not at each. This command
+writes the review at any other time, also for a run that was killed. The picture shows the held-out
+accuracy with its standard error on the left, and the mean reward of each step on the right.
 
 A difference of accuracies within two standard errors is noise: on the 1,319 test questions of GSM8K
 an accuracy of 0.78 has a standard error of 1.1 points, and the difference of two runs one of 1.6.

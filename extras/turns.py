@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 import data
-from chat import SENTINEL, ChatFormat, Message, completion_text, decode
+from chat import SENTINEL, ChatFormat, Message, completion_text, token_text
 from contracts import Pass
 from infra.hosts import gather_texts
 from infra.mistakes import UserMistake
@@ -60,7 +60,7 @@ class TurnEnvironments:
         the chat template cannot hold several turns."""
         self._source, self._label = source, f"ENVIRONMENT_CLASS {source}"  # names it in errors
         self._worker, self._seed = worker, seed
-        self._stop_texts = [decode([i], chat_format.tokenizer) for i in stop_ids]
+        self._stop_texts = [token_text([i], chat_format.tokenizer) for i in stop_ids]
         tokens = chat_format.tokenizer.added_tokens_decoder.values()
         special = "|".join(re.escape(token.content) for token in tokens if token.special)
         self._special_token = re.compile(special or "(?!)")

@@ -132,8 +132,9 @@ class Lifecycle:
         """
         self.max_hours, self.first_step, self.asked = hours, self.progress.step, time.monotonic()
         self.checkpoints.save_s, write_s = (
-            sum(x.size * max(x.dtype.itemsize, least) for x in jax.tree.leaves(tree)) / SLOW_DISK
-            for tree, least in ((saved, 1), (exported, itemsize))
+            sum(x.size * max(x.dtype.itemsize, min_itemsize) for x in jax.tree.leaves(tree))
+            / SLOW_DISK
+            for tree, min_itemsize in ((saved, 1), (exported, itemsize))
         )
         self.export_s = max(read_s, write_s)
         for record in read_lines(self.out / "metrics.jsonl"):

@@ -179,8 +179,8 @@ TRL_ARGUMENTS: dict[str, Any] = {
     "log_extra": lambda *_, **__: None,
     "log_metric": lambda *_, **__: None,
 }
-# A function without **columns has one of these arguments; the last two are verl's.
-NAMED_WITHOUT_ALL = {"completion_ids", "solution_str", "solution_strs"}
+# A reward function without **columns must name one of these; the last two are verl's.
+PASSED_NAMES = {"completion_ids", "solution_str", "solution_strs"}
 
 
 # The types of Python for those of JSON schemas.
@@ -229,9 +229,11 @@ class _Server:
         has_prefetch = callable(getattr(self._module, "prefetch", None))
         for called in (name, *["prefetch"] * has_prefetch):
             function = getattr(self._module, called)
-            parameters = inspect.signature(function, follow_wrapped=False).parameters
-            takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-            if not takes_all and not parameters.keys() & NAMED_WITHOUT_ALL:
+            signatures = [inspect.signature(function)]
+            with contextlib.suppress(ValueError):  # functools.cache has none of its own
+                signatures.append(inspect.signature(function, follow_wrapped=False))
+            parameters = [p for signature in signatures for p in signature.parameters.values()]
+            if all(p.kind is not p.VAR_KEYWORD and p.name not in PASSED_NAMES for p in parameters):
                 reason = "each call also passes completion_ids and every column of the dataset"
                 raise TypeError(f"{called} must end with **columns: {reason}")
         extract_answer: Any = getattr(self._module, "extract_answer", None)

@@ -263,6 +263,9 @@ def renamed(texts, **columns):
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     assert (data_source, extra_info) == ("", {})
     return float(ground_truth) * 10 + float(solution_str)
+@functools.cache
+def cached_score(solution_str, ground_truth):
+    return float(ground_truth) * 10 + float(solution_str)
 def rated(solution_str, ground_truth, **kwargs):
     assert sorted(kwargs) == ["data_source", "extra_info"]
     return {"score": solution_str == "5", "acc": True}
@@ -298,6 +301,7 @@ SIGNATURE_REWARDS = {  # of the completions "4" and "5"
     "gsm8k": [1.0, 0.0],
     "every_column": [4.0, 5.0],
     "compute_score": [44.0, 75.0],
+    "cached_score": [44.0, 75.0],
     "rated": [0.0, 1.0],
     "rated_later": [0.0, 1.0],
 }

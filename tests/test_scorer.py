@@ -167,6 +167,9 @@ def test_a_text_that_is_too_long_has_no_score_and_is_counted(tmp_path: Path) -> 
     for texts in ([8, 0], [12, 12]):  # an evaluation of three questions in two passes
         scores_of(scorer, texts)
     assert scorer.take_metrics(3) == {"too_long": 2, "too_long_frac": 2 / 3}
+    # Two calls, each with two texts of two processes; the fifth text is the first of process 1.
+    scorer.measured = [np.ones((2, 2)), np.array([[np.nan, np.nan], [1, 1]])]
+    assert scorer.take_metrics(5) == {"too_long": 2, "too_long_frac": 2 / 5}
     scorer.params = jax.tree.map(lambda x: x * np.nan, scorer.params)
     line = "reward reward_model, completion 0: nan is neither a finite number nor None"
     refused(lambda: total_rewards(TEXTS, dict(COLUMNS), [scorer], [1.0]), line)

@@ -161,12 +161,7 @@ def print_plan(plan: Plan, flags: argparse.Namespace) -> int:
         print(f"| engine | {columns(memories['engine'], limit)} | not compiled |", flush=True)
     for name, program in programs.items():
         began = time.perf_counter()
-        try:
-            memories[name] = measure_memory(program)
-        except jax.errors.JaxRuntimeError as error:
-            reason = f"the compiler fails on {name}: {in_one_line(error)}"
-            remedy = "other sizes, such as a smaller BATCH_SIZE, are another program"
-            raise UserMistake(f"--plan {slice_name}: {reason:.300}; {remedy}") from None
+        memories[name] = measure_memory(program)
         seconds = time.perf_counter() - began
         print(f"| {name} | {columns(memories[name], limit)} | {seconds:.0f} s |", flush=True)
 
@@ -256,14 +251,16 @@ def columns(memory: Memory, limit: float) -> str:
 
 def measure_memory(program: Program) -> Memory:
     """The memory of the program when it is compiled for the device, or the compiler's own estimate
-    if the program is too large to be compiled."""
+    if the program is too large to be compiled. Raises UserMistake if the compiler fails."""
     try:
         compiled = compile_program(program)
         stats = compiled.memory_analysis()
     except jax.errors.JaxRuntimeError as error:
         match = re.search(r"HLO temporaries \(([\d.]+)G\) exceeds", str(error))
         if not match:
-            raise
+            reason = f"the compiler fails on {program.function.__name__}: {in_one_line(error)}"
+            remedy = "try other sizes, such as a smaller BATCH_SIZE"
+            raise UserMistake(f"{reason:.300}; {remedy}") from None
         arguments = bytes_per_device(program.arguments)
         # The compiler's number includes the arguments.
         return Memory(arguments, float(match.group(1)) * GIB - arguments, program.rest)

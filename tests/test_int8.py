@@ -210,7 +210,7 @@ def temporaries(
     env |= {"MAX_PROMPT_LENGTH": "16", "MAX_LENGTH_SAMPLE": "16", "NUM_PRE_Q": "4"}
     planned = plan.make_plan(Config.from_env(env | {"BATCH_SIZE": "1"}), slice_name)
     planned = planned._replace(training=planned.training._replace(layer_loop=layer_loop))
-    memory = plan.measure_memory(plan.list_programs(planned)["micro_step"])
+    memory = plan.measure_memory(plan.list_programs(planned)["micro_step"], "micro_step")
     assert base == "auto" or memory.arguments < 14 * 2**20, "the base itself has 8 bits"
     return memory.temporaries
 

@@ -161,7 +161,7 @@ def print_plan(plan: Plan, flags: argparse.Namespace) -> int:
         print(f"| engine | {columns(memories['engine'], limit)} | not compiled |", flush=True)
     for name, program in programs.items():
         began = time.perf_counter()
-        memories[name] = measure_memory(program)
+        memories[name] = measure_memory(program, name)
         seconds = time.perf_counter() - began
         print(f"| {name} | {columns(memories[name], limit)} | {seconds:.0f} s |", flush=True)
 
@@ -203,7 +203,7 @@ def largest_micro_batch(
         middle, began = (fits + too_large) // 2, time.perf_counter()
         settings = dict(zip(MICRO_SIZES, (sizes[middle], 0), strict=True)) | {"grad_accum_steps": 0}
         other = make_plan(dataclasses.replace(plan.cfg, **settings), slice_name)
-        memory = measure_memory(list_programs(other)["micro_step"])
+        memory = measure_memory(list_programs(other)["micro_step"], "micro_step")
         seconds.append(time.perf_counter() - began)
         title = f"micro_step with {sizes[middle] // local} sequences"
         print(f"| {title} | {columns(memory, limit)} | {seconds[-1]:.0f} s |", flush=True)
@@ -249,16 +249,17 @@ def columns(memory: Memory, limit: float) -> str:
 # ---- The memory of a program ---------------------------------------------------------------------
 
 
-def measure_memory(program: Program) -> Memory:
+def measure_memory(program: Program, name: str) -> Memory:
     """The memory of the program when it is compiled for the device, or the compiler's own estimate
-    if the program is too large to be compiled. Raises UserMistake if the compiler fails."""
+    if the program is too large to be compiled. name: as in list_programs. Raises UserMistake if the
+    compiler fails."""
     try:
         compiled = compile_program(program)
         stats = compiled.memory_analysis()
     except jax.errors.JaxRuntimeError as error:
         match = re.search(r"HLO temporaries \(([\d.]+)G\) exceeds", str(error))
         if not match:
-            reason = f"the compiler fails on {program.function.__name__}: {in_one_line(error)}"
+            reason = f"the compiler fails on {name}: {in_one_line(error)}"
             remedy = "try other sizes, such as a smaller BATCH_SIZE"
             raise UserMistake(f"{reason:.300}; {remedy}") from None
         arguments = bytes_per_device(program.arguments)

@@ -283,7 +283,7 @@ def test_a_run_whose_terminal_is_gone_stops_without_an_error_of_its_log() -> Non
     process = subprocess.Popen(command, **options, **streams)
     os.close(stream)
     seen = b""
-    while b"watching" not in seen:
+    while b"watching\r\n" not in seen:  # the whole line, or its end meets a closed terminal
         seen += os.read(terminal, 1000)
     os.close(terminal)
     assert process.wait(timeout=60) == 129

@@ -13,6 +13,7 @@ Dimensions: X texts of a program on all processes, of t tokens; D model, V vocab
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,10 @@ class Scorer:
     def take_metrics(self, count: int | None = None) -> dict[str, float]:
         """The metrics of the texts of all processes since the last call. count: the texts before
         those that fill the passes of an evaluation; None: all of them."""
-        probabilities = np.concatenate(self.measured, axis=1).reshape(-1)[:count]
+        calls = self.measured
+        if count:  # MAX_HOURS may have left those of a step that it gave up
+            calls = calls[-math.ceil(count / calls[-1].size) :]
+        probabilities = np.concatenate(calls, axis=1).reshape(-1)[:count]
         self.measured = []
         is_too_long = np.isnan(probabilities)
         metrics = {"too_long": is_too_long.sum(), "too_long_frac": is_too_long.mean()}

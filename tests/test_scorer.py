@@ -164,7 +164,8 @@ def test_a_text_that_is_too_long_has_no_score_and_is_counted(tmp_path: Path) -> 
     near = TRL["scores"]["qwen3"]
     np.testing.assert_allclose(scores[~is_too_long], np.array(near)[~is_too_long], atol=1e-4)
     assert scorer.take_metrics() == {"too_long": 2, "too_long_frac": 2 / 16}
-    for texts in ([8, 0], [12, 12]):  # an evaluation of three questions in two passes
+    # A step that MAX_HOURS gave up, and an evaluation of three questions in two passes.
+    for texts in ([0, 1, 2, 3], [8, 0], [12, 12]):
         scores_of(scorer, texts)
     assert scorer.take_metrics(3) == {"too_long": 2, "too_long_frac": 2 / 3}
     # Two calls, each with two texts of two processes; the fifth text is the first of process 1.

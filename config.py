@@ -28,10 +28,11 @@ from typing import Any
 
 from infra import sizes
 from infra.environment import describe_newer_packages
-from infra.mistakes import UserMistake, describe_ignored_names, exit_with_mistakes
+from infra.mistakes import UserMistake, describe_ignored_names, exit_with_mistakes, reading
 from infra.settings import (
     MESH,
     REPO,
+    expand_path,
     overlay_layers,
     parse_command_line,
     read_dotenv,
@@ -526,7 +527,7 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
     if cfg.lora_rank and cfg.learning_rate < LOW_FOR_LORA:
         rate = f"LEARNING_RATE={cfg.learning_rate} is low for adapters (LORA_RANK)"
         yield f"{rate}, which usually need ten times the rate of full fine-tuning"
-    has_adapters = cfg.lora_rank or Path(cfg.model_path, "adapter_config.json").is_file()
+    has_adapters = cfg.lora_rank or os.path.isfile(f"{cfg.model_path}/adapter_config.json")
     no_adapters = "LORA_RANK=0, unless MODEL_PATH is a repository of adapters"
     off_policy = cfg.ppo_epochs * cfg.num_mini_batches > 1
     differs_from_sampler = off_policy or cfg.rollout_backend != "naive"
@@ -636,10 +637,11 @@ def load(
             dotenv = {name: value for name, value in dotenv.items() if name not in env}
             env.update(dotenv)
         # These commands use the settings of the run in OUTPUT_DIR, but not its RESUME.
-        run_config = Path(env.get("OUTPUT_DIR", "")) / "config.yaml"
+        run_config = Path(expand_path(env.get("OUTPUT_DIR", "")), "config.yaml")
         answers = args.eval_only or bool(args.ask)
         has_run = (answers or args.probe) and not args.config and env.get("OUTPUT_DIR")
-        has_run = has_run and run_config.is_file()
+        with reading(f"{run_config} cannot be read"):
+            has_run = has_run and run_config.is_file()
         args.config = str(run_config) if has_run else args.config
         cfg, layers, lines = read_layers(env, args.config, customize)
         if has_run and "RESUME" not in env:

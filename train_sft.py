@@ -17,9 +17,9 @@ Dimensions: P = B demonstrations of a step, T completion tokens, padded to MAX_L
 # ruff: noqa: E402 - settings are read and checked before jax is imported
 
 import dataclasses
+import os
 import signal
 import sys
-from pathlib import Path
 from typing import Any, cast
 
 from config import Config, load
@@ -44,8 +44,8 @@ def customize_settings(settings: dict[str, Any], layers: dict[str, str]) -> list
     for name in sorted(unread & {*settings}):
         if (value := settings.pop(name)) not in (fields[name].default, fixed.get(name)):
             lines.append(f"{name.upper()}={to_text(value)} does nothing in train_sft.py")
-    adapters = Path(settings["model_path"], "adapter_config.json")
-    is_lora = settings.get("lora_rank") or adapters.is_file()
+    adapters = f"{settings['model_path']}/adapter_config.json"
+    is_lora = settings.get("lora_rank") or os.path.isfile(adapters)
     defaults = fixed | {"learning_rate": 2e-4 if is_lora else 2e-5}
     if not settings.get("completion_column"):
         defaults["question_column"] = "messages"

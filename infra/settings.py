@@ -227,10 +227,7 @@ def describe_unknown_name(
 def parse(field: dataclasses.Field, text: str, label: str) -> Value:
     """The value of a setting from its text; YAML and the environment have the same texts."""
     choices, form, help = (field.metadata[name] for name in ("choices", "form", "help"))
-    if text.startswith("{repo}/"):
-        text = str(REPO / text.removeprefix("{repo}/"))
-    if text.startswith("~") and "/" in text:  # the shell leaves it in quotes and in YAML
-        text = os.path.expanduser(text)
+    text = expand_path(text)
     if choices and text not in (field.default, *choices.split("|")):
         ours = OTHER_VALUES.get(text)
         here = f"; {text} is called {ours} here" if ours in choices.split("|") else ""
@@ -246,6 +243,14 @@ def parse(field: dataclasses.Field, text: str, label: str) -> Value:
     if field.type in (int, float):
         return number(field.type, text, label, field.metadata["limits"])
     return tuple(number(float, part, label, {}) for part in text.split(",")) if text else ()
+
+
+def expand_path(text: str) -> str:
+    """A setting's text, with the folders that {repo}/ and ~ at its beginning stand for."""
+    if text.startswith("{repo}/"):
+        text = str(REPO / text.removeprefix("{repo}/"))
+    # The shell leaves ~ in quotes and in YAML.
+    return os.path.expanduser(text) if text.startswith("~") and "/" in text else text
 
 
 def number(kind: type, text: str, label: str, limits: Mapping[str, float]) -> int | float:

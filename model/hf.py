@@ -59,8 +59,9 @@ LEFT_OUT = re.compile("mtp|nextn|auto_map")
 
 def fetch_model(path: str, revision: str = "", files: list[str] = MODEL_FILES) -> Path:
     """The local folder of a model: `path` itself, or the cached download of a hub id."""
-    if Path(path).is_dir():
-        return Path(path)
+    with reading(f"MODEL_PATH={path} cannot be read"):  # such as that of another user
+        if Path(path).is_dir():
+            return Path(path)
     if path.startswith(("/", "./", "../")) or path.count("/") > 1:  # never a hub id
         raise UserMistake(f"MODEL_PATH={path}: this folder does not exist")
     with reading(f"MODEL_PATH={path}: no such folder, and the hub says"):

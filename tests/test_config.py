@@ -21,6 +21,7 @@ from infra.log import read_settings
 from infra.mistakes import UserMistake
 from infra.settings import read_dotenv
 from infra.sizes import Sizes, derive_sizes
+from train_sft import customize_settings
 
 REPO = Path(config.__file__).resolve().parent
 REAL = "MODEL_PATH=some/model"  # a run without recipes/tiny.yaml
@@ -106,6 +107,24 @@ def test_every_changed_setting_is_told_with_the_layer_it_comes_from(tmp_path, mo
     (told,) = config.load([], {"REWARD_FN": "a.py:f"})[2]
     assert "REWARD_FN=a.py:f (environment)" in told
     assert "NUM_PRE_Q" not in told and "STEPS=200 (recipes/tiny.yaml)" in told
+
+
+def test_the_commands_read_the_settings_of_a_run_whose_folder_is_behind_a_tilde(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    write(tmp_path, "rollout.max_length_sample: 77\n").rename(tmp_path / "config.yaml")
+    for folder in (str(tmp_path), f"~/{tmp_path.name}/"):
+        cfg = config.load(["--eval-only"], {"OUTPUT_DIR": folder})[0]
+        assert cfg.max_length_sample == 77 and Path(cfg.output_dir) == tmp_path
+
+
+def test_a_folder_that_the_system_does_not_look_into_has_no_traceback(capsys) -> None:
+    """Such as that of another user. Here its name is too long, which also root cannot read."""
+    for customize in (None, customize_settings):
+        config.load([], {"MODEL_PATH": "x" * 300}, customize)
+    (line,) = error_lines(capsys, ["--probe", "9"], {"OUTPUT_DIR": "x" * 300})
+    assert line.startswith(f"error: {'x' * 300}/config.yaml cannot be read: OSError: ")
 
 
 # ---- Values --------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ INPUTS = [  # environment, words of the line
     ({"DATASET": "no/such.jsonl"}, "DATASET=no/such.jsonl: this file or folder does not exist"),
     ({"MODEL_PATH": "no/such", "DATASET": "no/such.jsonl"}, "MODEL_PATH=no/such: no such folder"),
     ({"MODEL_PATH": "./no/such"}, "MODEL_PATH=./no/such: this folder does not exist"),
+    ({"MODEL_PATH": "x" * 300}, "xx cannot be read: OSError: [Errno 36] File name too long: 'xx"),
     ({"DATASET": "{files}/huge.jsonl"}, "set MAX_PROMPT_LENGTH="),
     ({"LORA_RANK": "4", "LORA_TARGETS": "q_proj,lm_head"}, "'lm_head' is none of q_proj,"),
     (

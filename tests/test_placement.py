@@ -96,6 +96,8 @@ PUBLISHED = {
 def test_known_models_have_as_many_parameters_as_published() -> None:
     assert {name: num_params(known_config(name)) for name in PUBLISHED} == PUBLISHED
     assert len(KNOWN_MODELS) == len(PUBLISHED)
+    with pytest.raises(UserMistake, match="MODEL_PATH=x* cannot be read: .* File name too long"):
+        known_config("x" * 300)
 
 
 @pytest.mark.parametrize(

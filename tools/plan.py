@@ -631,7 +631,7 @@ def known_config(path: str, revision: str = "") -> ModelConfig:
     """The ModelConfig of a folder, of a model in KNOWN_MODELS, or of a hub id, without weights."""
     name = ENDINGS.sub("", path)
     known = [full for full in KNOWN_MODELS if name in (full, full.rpartition("/")[2])]
-    if Path(path).is_dir() or revision or not known:
+    if os.path.isdir(path) or revision or not known:
         folder = hf.fetch_model(path, revision, ["config.json"])
         values = hf.read_json(folder / "config.json")
         model = parse_config(folder / "config.json", values)

@@ -357,3 +357,20 @@ def test_a_probe_after_steps_has_the_settings_and_the_weights_of_the_run(
     assert {x: x.stat().st_mtime_ns for x in run.rglob("*") if x.is_file()} == before
     changed = run_as_user(run, *flags, SEED="1")
     assert changed.code == 2 and "SEED was 0 and is 1; set it back, or name" in changed.errors
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_the_printed_command_does_not_write_where_the_run_with_these_settings_writes(
+    folder: Path, monkeypatch, capsys, has_begun: bool
+) -> None:
+    """It may be alive, and have no checkpoint yet."""
+    env = {"DATASET": str(folder / "sevens.jsonl"), "OUTPUT_DIR": f"{folder}/x"}
+    env |= {"CHECKPOINT_DIR": f"{folder}/c", "EXPORT_HF": f"{folder}/e"}
+    if has_begun:
+        (folder / "x").mkdir()
+        (folder / "x" / "config.yaml").touch()
+    flags = "--out", f"{folder}/rates"
+    probe_here(monkeypatch, [f"{RIGHT}<|im_end|>", f"{WRONG}<|im_end|>"], *flags, **env)
+    elsewhere = f"OUTPUT_DIR={folder}/rates/run CHECKPOINT_DIR= EXPORT_HF= " * has_begun
+    command = f"DATASET={folder}/rates {elsewhere}python train_grpo.py trains"
+    assert f"with the settings of this probe, {command}" in capsys.readouterr().out

@@ -7,6 +7,7 @@ import inspect
 import json
 import shlex
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from update import accumulate_gradients
 
 Rows = list[dict[str, Any]]  # of a .jsonl file
 RECORD, RATES = "probe.json", "rates.jsonl"  # in the folder of --out
+PLACES = ("checkpoint_dir", "export_hf", "push_to_hub")  # with OUTPUT_DIR: where a run writes
 FIRST_ROUND = 2**30  # round_number of the probe's first episodes, which no run reaches
 # What to do about each cause; None: its rule in extras/report.py says it. Causes stand before what
 # may follow from them.
@@ -69,6 +71,7 @@ def probe_command(cfg: Config, flags: argparse.Namespace) -> None:
     ask = import_optional("tools.ask", "--probe")
     rules = import_optional("extras.report", "--probe")
     kept = {"steps": cfg.steps or 1, "eval_full_sweep": cfg.eval_full_sweep}
+    places = [x for x in PLACES if getattr(cfg, x) not in ("", "none")]
     hosts.start_jax(cfg.jax_compilation_cache_dir, cfg.init_timeout_s)
     cfg = replace(ask.find_weights(cfg, required=False), **ask.NO_STEPS | kept)
     run = set_up(cfg)
@@ -100,7 +103,8 @@ def probe_command(cfg: Config, flags: argparse.Namespace) -> None:
             hours = cfg.steps * step_s / 3600
             print(f"probe step_s={step_s:.3f} steps={cfg.steps} hours={hours:.3f} {left_out}")
         if flags.out:
-            print(write_dataset(run, entries, Path(flags.out), flags.config), flush=True)
+            text = write_dataset(run, entries, Path(flags.out), flags.config, places)
+            print(text, flush=True)
 
 
 def sample_round(run: Run, backend: Backend, indices: Any, number: int, step: int = 0) -> Batch:
@@ -278,10 +282,11 @@ def read_rates(run: Run, step: int, folder: Path, count: int) -> Rows:
     return entries[:count]
 
 
-def write_dataset(run: Run, entries: Rows, folder: Path, config: str) -> str:
+def write_dataset(run: Run, entries: Rows, folder: Path, config: str, places: Sequence[str]) -> str:
     """Writes the questions with a rate between 0 and 1 as the training split of a dataset, or if
     the first function gives other rewards than 0 and 1 those with a signal; and the eval split.
-    Returns a line with the command that trains on them. config: the file of --config, or ""."""
+    Returns a line with the command that trains on them. config: the file of --config, or "".
+    places: those of PLACES that are set."""
     cfg, first = run.cfg, reward_columns(run, entries)[:, 0]
     is_graded = not np.isin(first[~np.isnan(first)], (0, 1)).all()
     kept = [x for x in entries if (x["signal"] if is_graded else 0 < (x["rate"] or 0) < 1)]
@@ -295,8 +300,12 @@ def write_dataset(run: Run, entries: Rows, folder: Path, config: str) -> str:
                 columns[cfg.question_column] = messages
         write_lines(folder / f"{split}.jsonl", rows)
     command = f"DATASET={shlex.quote(str(folder))}"
-    if cfg.resume not in ("auto", "never"):  # the weights are those of a run
-        command += f" OUTPUT_DIR={shlex.quote(f'{folder}/run')} RESUME={shlex.quote(cfg.resume)}"
+    has_weights = cfg.resume not in ("auto", "never")  # of a run
+    begun = cfg.output_dir and Path(cfg.output_dir, "config.yaml").is_file()
+    if has_weights or begun:  # Not where the run with these settings writes.
+        command += f" OUTPUT_DIR={shlex.quote(f'{folder}/run')}"
+        command += "".join(f" {name.upper()}=" for name in places)
+    command += f" RESUME={shlex.quote(cfg.resume)}" * has_weights
     command += " python train_grpo.py" + f" --config {shlex.quote(config)}" * bool(config)
     advice = f"with the settings of this probe, {command} trains on them"
     return f"{folder} has {len(kept)} of {len(entries)} questions" + f"; {advice}" * bool(kept)

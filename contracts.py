@@ -50,6 +50,7 @@ class Environments(Protocol):
 
     chat_format: ChatFormat  # with the tools of the environments
     has_reward: bool  # whether get_reward is one of the reward functions
+    teacher: tuple[str, ModelConfig] | None  # TEACHER_PATH and its model, which sees the prompts
 
     def begin_episodes(
         self,

@@ -516,6 +516,8 @@ def with_teacher(run: Run) -> Run:
     student = run.folder, run.learner.compute.model.vocab_size
     folder, compute = open_teacher(cfg).read_teacher(cfg, *student, sizes, S, longest)
     hf.raise_if_overwriting(cfg.export_hf, cfg.output_dir, folder, "TEACHER_PATH")
+    if rollout.environments:
+        rollout.environments.teacher = cfg.teacher_path, compute.model
     teacher = make_learner(cfg, sizes, compute, S, rollout.stopping.pad_id)
     return dataclasses.replace(run, teacher=teacher, teacher_folder=folder)
 

@@ -25,7 +25,7 @@ import data
 from chat import SENTINEL, ChatFormat, Message, completion_text, token_text
 from contracts import Pass
 from infra.hosts import gather_texts
-from infra.mistakes import UserMistake
+from infra.mistakes import UserMistake, naming
 from infra.reward_worker import LOADING_S, RewardWorker, parse_call
 from infra.sizes import turn_batch_size, turn_width
 from model.layout import gather_processes, slice_of_process
@@ -69,6 +69,7 @@ class TurnEnvironments:
         self.chat_format = chat_format._replace(tools=described["tools"])
         self.has_reward: bool = described["has_reward"]
         self._is_concurrent: bool = described["is_concurrent"]
+        self.teacher: tuple[str, ModelConfig] | None = None
         self._raise_if_unsuitable()
 
     def _ask(self, request: str, *arguments: Any) -> Any:
@@ -237,6 +238,10 @@ class TurnEnvironments:
         longest = max(len(prompt.ids) for prompt in new_prompts)
         try:
             raise_if_too_long(max_length_sample, model, longest)
+            if self.teacher and round_number:  # it judges no evaluation
+                path, model = self.teacher
+                with naming("TEACHER_PATH", path):
+                    raise_if_too_long(max_length_sample, model, longest)
         except UserMistake as error:
             raise UserMistake(
                 f"ENVIRONMENT_CLASS={self._source}, with the text of reset: {error}"

@@ -35,6 +35,7 @@ from infra.chips import exit_on_oom
 from loss import Objective, policy_loss
 from model import hf
 from optimizer import init_state
+from rollout import prompts_of_round
 from rows import Batch
 from run import Run
 from startup import set_up
@@ -266,6 +267,11 @@ def test_a_teacher_that_cannot_judge_is_one_line(teacher: Path, tmp_path: Path) 
     refused(lambda: run_of(other), f"TEACHER_PATH={other}: {other}: this folder does not exist")
     short = copy_tiny(tmp_path / "short", config={"max_position_embeddings": 20})
     refused(lambda: run_of(short), f"TEACHER_PATH={short}: MAX_LENGTH_SAMPLE=16 after the longest")
+    longest = max(len(prompt.ids) for prompt in run_of(teacher).train_prompts)
+    enough = copy_tiny(tmp_path / "enough", config={"max_position_embeddings": longest + 16})
+    run = run_of(enough, ENVIRONMENT_CLASS=f"{REPO}/tests/games.py:Echo", SYSTEM_PROMPT="")
+    line = f"with the text of reset: TEACHER_PATH={enough}: MAX_LENGTH_SAMPLE=16 after the longest"
+    refused(lambda: prompts_of_round(run.rollout, run.train_prompts, 8, 4, 0, 0), line)
     head = {"lm_head.weight": np.ones((576, 96), np.float32)}
     tensors = load_file(TINY / "model.safetensors")
     untied = copy_tiny(tmp_path / "untied")

@@ -181,7 +181,8 @@ def engine_arguments(run: Run, devices: Sequence[jax.Device]) -> dict[str, Any]:
     context = context_tokens(cfg.max_length_sample, longest)
     raise_if_engine_cannot_compute(cfg, model, longest, devices)
     sequences, pool_tokens = pool_size(cfg, run.sizes, longest, devices)
-    assert (rope := model.variants[0].rope), "a family that the engine has without rope"
+    rope = model.variants[0].rope
+    assert rope, "a family that the engine has without rope"
     return {
         "model_path": str(run.folder.resolve()),
         "dtype": str(run.rollout.compute.dtype),

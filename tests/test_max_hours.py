@@ -15,13 +15,14 @@ import pytest
 from faults.random_deadlines import missing, start_with
 from faults.random_faults import SETTINGS as DEMO
 from life import life_of
-from runs import Result, assert_same_run, environment, metric_records, run_here, train_two
+from runs import REPO, Result, assert_same_run, environment, metric_records, run_here, train_two
 
 import config
 import sampling
 import startup
 import train_grpo
 import train_sft
+from extras import teacher
 from infra import checkpoint, hosts, lifecycle, log, resume
 from infra.hosts import DEADLINE, StopRequested
 from infra.lifecycle import Lifecycle
@@ -341,6 +342,21 @@ def test_hosts_without_a_common_folder_have_no_max_hours(
     refused = main(train_grpo, tmp_path, MAX_HOURS="9")
     line = "MAX_HOURS=9 ends a start, and there are no checkpoints for the next one"
     assert (refused.code, refused.errors) == (2, f"error: {line}; set CHECKPOINT_DIR\n")
+
+
+def test_the_seconds_of_reading_a_teacher_are_not_those_of_an_export(
+    main: Callable, clock: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = teacher.load_weights
+
+    def slow_read(*arguments: object) -> object:
+        clock.now += 3000
+        return read(*arguments)
+
+    monkeypatch.setattr(teacher, "load_weights", slow_read)
+    env = SETTINGS | {"STEPS": "1", "TEACHER_PATH": str(REPO / "tiny"), "MAX_HOURS": "1"}
+    result = main(train_grpo, tmp_path, **env)
+    assert result.code == 0 and "\nDONE: steps=1 " in result.lines, result.errors
 
 
 # In which call of which function the clock runs out, start by start: with so many steps done, in an

@@ -581,6 +581,9 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
     if cfg.tag_names()[1] != "answer" and ".py:" in cfg.reward_fn and not cfg.system_prompt:
         reason = "the prompt asks for this tag, and functions of files read their own"
         yield f"ANSWER_TAGS={cfg.answer_tags}: {reason}; check them, or set SYSTEM_PROMPT"
+    if cfg.environment_class and "soft_overlong_penalty" in cfg.reward_fn:
+        reason = "counts only the policy's tokens, and MAX_LENGTH_SAMPLE the environment's, too"
+        yield f"soft_overlong_penalty {reason}: a dialogue that is cut off may get no penalty"
     if 0 < cfg.lr_decay_steps < cfg.steps and cfg.lr_schedule != "constant":
         decay = f"LR_DECAY_STEPS={cfg.lr_decay_steps} is less than STEPS={cfg.steps}"
         yield f"{decay}: later steps have learning rate 0"

@@ -441,6 +441,7 @@ NUM_MINI_BATCHES=2 LOSS_TYPE=vespo EPS_HIGH=0.3 -> EPS_HIGH=0.3 does nothing wit
 BATCH_SIZE=4 MODEL_PATH=m LOSS_TYPE=sapo EPS_LOW=0.1 -> EPS_LOW=0.1 does nothing with LOSS_TYPE=sapo
 OFF_POLICY_MASK_THRESHOLD=0.5 -> OFF_POLICY_MASK_THRESHOLD=0.5 does nothing with one update per step
 BATCH_SIZE=4 MODEL_PATH=m OVERLONG_CACHE=3 -> OVERLONG_CACHE=3 does nothing with REWARD_FN=
+ENVIRONMENT_CLASS=a.py:A REWARD_FN=soft_overlong_penalty -> soft_overlong_penalty counts only the p
 BATCH_SIZE=4 MODEL_PATH=m REWARD_FN=a.py:f ANSWER_TAGS=a,b -> ANSWER_TAGS=a,b: the prompt asks for
 BATCH_SIZE=4 MODEL_PATH=m SYSTEM_PROMPT=p REWARD_FN=a.py:f ANSWER_TAGS=a,b -> ANSWER_TAGS=a,b does
 BATCH_SIZE=4 MODEL_PATH=m SGLANG_JAX_DTYPE=float32 -> SGLANG_JAX_DTYPE=float32 does nothing with

@@ -249,7 +249,7 @@ def update_policy(
 if __name__ == "__main__":
     with exiting_on_error(), exit_on_oom(CFG):
         if CFG.loss_type == "sft":
-            remedy = "for GRPO after it set MODEL_PATH to its export, and another OUTPUT_DIR"
+            remedy = "for GRPO after it set MODEL_PATH to its export, and a new OUTPUT_DIR or none"
             raise UserMistake(f"LOSS_TYPE=sft needs train_sft.py; {remedy}")
         if FLAGS.plan:
             import_optional("tools.plan", "--plan").plan_and_exit(CFG, FLAGS)

@@ -221,7 +221,7 @@ if __name__ == "__main__":
         if FLAGS.plan:
             import_optional("tools.plan", "--plan").plan_and_exit(CFG, FLAGS)
         if FLAGS.eval_only or FLAGS.ask or FLAGS.probe:
-            remedy = "set MODEL_PATH to the export for it, and choose another OUTPUT_DIR"
+            remedy = "run it without OUTPUT_DIR, and with the export as MODEL_PATH"
             raise UserMistake(f"--ask, --eval-only and --probe belong to train_grpo.py; {remedy}")
         print(*LINES, sep="\n", flush=True)
         main(CFG)

@@ -260,8 +260,8 @@ def train_two(out: Path, devices: int, changes: str = "", **env: str) -> list[Re
 
 
 def run_as_user(out: Path, *flags: str, **env: str) -> Result:
-    """A run of train_grpo.py with these settings and no others, also not those of this shell, but
-    for the cache of compiled programs."""
+    """A run of train_grpo.py, or SCRIPT, with these settings and no others, also not those of this
+    shell, but for the cache of compiled programs."""
     from config import Config  # faults/random_faults.py does not have its folder
 
     names = {field.name.upper() for field in dataclasses.fields(Config)}
@@ -269,7 +269,7 @@ def run_as_user(out: Path, *flags: str, **env: str) -> Result:
     of_tests = {"XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS"}
     shell = {k: v for k, v in os.environ.items() if k not in names | of_tests}
     env = {"JAX_PLATFORMS": "cpu", "OUTPUT_DIR": str(out)} | FASTER_TO_COMPILE | env
-    script = REPO / "train_grpo.py"
+    script = REPO / env.pop("SCRIPT", "train_grpo.py")
     return finish(start_script(script, *flags, cwd=out.parent, env=shell | env), out)
 
 

@@ -562,6 +562,9 @@ def test_each_script_tells_what_belongs_to_the_other_one(tmp_path: Path) -> None
         assert result.code == 2
         words = "LOSS_TYPE=sft needs train_sft.py; for GRPO after it set MODEL_PATH to its export"
         assert words in result.errors
+    result = run_as_user(out, "--ask", "1 + 1?", SCRIPT="train_sft.py")
+    words = "belong to train_grpo.py; run it without OUTPUT_DIR, and with the export as MODEL_PATH"
+    assert result.code == 2 and words in result.errors
     lines = load([], {"COMPLETION_COLUMN": "answer"})[2]
     assert "note: COMPLETION_COLUMN=answer does nothing with train_grpo.py" in lines
     lines = load([], {"COMPLETION_COLUMN": "answer"}, customize_settings)[2]

@@ -229,11 +229,12 @@ def describe_changes(record: Mapping[str, Any], fingerprint: dict[str, str], sub
 
     fingerprint: all that the results follow from, now. subject: of the line, such as "step 4".
     """
-    before = record["made_with"]
+    values = record["made_with"], fingerprint
+    before, now = ({key: text or "empty" for key, text in each.items()} for each in values)
     changes = [
-        f"{key} was {before.get(key, 'not there')} and is {fingerprint.get(key, 'not there')}"
-        for key in {**before, **fingerprint}
-        if before.get(key) != fingerprint.get(key)
+        f"{key} was {before.get(key, 'not there')} and is {now.get(key, 'not there')}"
+        for key in {**before, **now}
+        if before.get(key) != now.get(key)
     ]
     text = f"{subject} was made with other settings or files: {'; '.join(changes[:5])}"
     return text if changes else ""

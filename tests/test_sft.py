@@ -590,6 +590,7 @@ def test_a_folder_of_one_script_is_refused_by_the_other_by_the_name_of_the_objec
     line = describe_changes({"made_with": ours}, theirs, "step 1")
     assert line.startswith("step 1 was made with other settings or files: ")
     assert "LOSS_TYPE was sft and is dapo" in line
+    assert "REWARD_WEIGHTS was empty and is 1.0,0.5,0.5" in line
     line = describe_changes({"made_with": theirs}, ours, "step 1")
     assert "LOSS_TYPE was dapo and is sft" in line
 

@@ -116,6 +116,7 @@ def test_a_plan_that_does_not_fit_names_the_next_smaller_sizes(
     sizes = {"BATCH_SIZE": "8", "TRAIN_MICRO_BATCH_SIZE": "16", "EVAL_EVERY_STEPS": "0"}
     code, out, _ = planned(capsys, "v5e-1", MODEL_PATH=str(model), **sizes)
     assert code == 3
+    assert f"{model} of 0.00328B parameters\n" in out
     assert "| decode | 16.00 | 0.00 | 0.00 | 16.00 | NO | " in out
     assert "| prefill | 15.70 | 0.00 | 0.00 | 15.70 | barely | " in out
     assert [line for line in out.splitlines() if "not fit" in line.lower()] == [

@@ -224,7 +224,7 @@ def print_sizes(plan: Plan, slice_name: str) -> None:
     S = f"{plan.S}{'' if cfg.max_prompt_length else ' (assumed, as MAX_PROMPT_LENGTH=0)'}"
     print(
         f"{slice_name}: {mesh.size} x {mesh.devices.flat[0].device_kind}, hosts={plan.processes}, "
-        f"{cfg.model_path} of {num_params(training.model) / 1e9:.2f}B parameters\n"
+        f"{cfg.model_path} of {num_params(training.model) / 1e9:.3g}B parameters\n"
         f"a step: {sizes.global_batch} sequences of {S} + {cfg.max_length_sample} tokens; "
         f"per device {sizes.prompt_batch_size * cfg.num_pre_q // local} in each of "
         f"{sizes.passes_per_step} passes, {sizes.micro_batch_size // local} in each of at most "

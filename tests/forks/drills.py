@@ -161,7 +161,30 @@ FROZEN_EMBEDDING = Drill(
         ),
     ),
 )
-DRILLS = (BUILT_IN_REWARD, DR_GRPO, OBJECTIVE, COUNTDOWN, SCHEDULE, SETTING, FROZEN_EMBEDDING)
+ESTIMATOR = Drill(
+    "an estimator of advantages",
+    row="add an estimator of advantages",
+    edits=(
+        Edit(
+            "objectives.py",
+            '    "rloo": EstimatorFacts(),\n',
+            '    "rloo": EstimatorFacts(),\n    "median": EstimatorFacts(),\n',
+        ),
+        Edit(
+            "loss.py",
+            """\
+    elif estimator == "rloo":
+""",
+            """\
+    elif estimator == "median":
+        advantages = groups - np.nanmedian(groups, axis=1, keepdims=True)
+    elif estimator == "rloo":
+""",
+        ),
+    ),
+)
+DRILLS = (BUILT_IN_REWARD, DR_GRPO, OBJECTIVE, ESTIMATOR, COUNTDOWN, SCHEDULE, SETTING)
+DRILLS += (FROZEN_EMBEDDING,)
 
 
 def edited(drill: Drill, root: Path = REPO) -> dict[str, str]:

@@ -15,6 +15,7 @@ from drills import (
     COUNTDOWN,
     DR_GRPO,
     DRILLS,
+    ESTIMATOR,
     FROZEN_EMBEDDING,
     OBJECTIVE,
     REPO,
@@ -118,15 +119,16 @@ def test_a_fork_with_a_test_and_a_style_of_its_own_leaves_out_the_tests_of_style
 
 @pytest.fixture(scope="module")
 def additions(out: Path) -> Path:
-    return make_fork(out / "additions", BUILT_IN_REWARD, SETTING, SCHEDULE, FROZEN_EMBEDDING)
+    drills = BUILT_IN_REWARD, SETTING, SCHEDULE, FROZEN_EMBEDDING, ESTIMATOR
+    return make_fork(out / "additions", *drills)
 
 
 @pytest.fixture(scope="module")
 def added(out: Path, additions: Path) -> Result:
-    """A run with the new rewards, the new setting, the new schedule and the frozen embedding."""
+    """A run with all of these drills."""
     settings = "STEPS=4 LR_SCHEDULE=inverse_sqrt LEARNING_RATE=1e-3 WARMUP_RATIO=1 LR_DECAY_STEPS=2"
     rewards = "REWARD_FN=reward_format,brevity REWARD_WEIGHTS=2,0.5 REWARD_SCALE=3"
-    export = f"WEIGHT_DECAY=0.1 EXPORT_HF={out}/hf"
+    export = f"ADV_ESTIMATOR=median WEIGHT_DECAY=0.1 EXPORT_HF={out}/hf"
     return train(additions, out / "added", f"{settings} {rewards} {export}")
 
 
@@ -153,6 +155,15 @@ def test_a_frozen_embedding_keeps_its_bits_and_all_other_weights_change(added: R
     assert before.keys() == after.keys() and len(before) == 50
     kept = {name for name in before if np.array_equal(before[name], after[name])}
     assert kept == {"model.embed_tokens.weight"}
+
+
+def test_a_new_estimator_has_its_advantages(additions: Path) -> None:
+    """The median of 1, 2, 9 and 3 is 2.5. The run above trains with it."""
+    config = 'loss.AdvantageConfig("median", "group", ())'
+    code = f"import loss; print(loss.group_advantages([1, 2, 9, 3], 4, {config}).tolist())"
+    command = [sys.executable, "-c", code]
+    printed = subprocess.run(command, cwd=additions, capture_output=True, text=True, check=True)
+    assert json.loads(printed.stdout) == [-1.5, -0.5, 6.5, 0.5]
 
 
 # ---- Another task --------------------------------------------------------------------------------

@@ -119,13 +119,13 @@ def evaluation_record(
     ks = [k for k in range(1, K + 1) if k == K or k & (k - 1) == 0]
     estimates = {f"pass_at_{k}": pass_at(correct, k) for k in ks}
     function = run.rollout.functions[0]
-    if K > 1 and hasattr(function, "extract_answer"):
+    if K > 1 and function.extract_answer:
         texts = completion_texts(run.rollout, evaluation.prompts, evaluation)
         answers = [function.extract_answer(text) for text in texts]
         estimates[f"maj_at_{K}"] = majority_accuracy(correct, answers)
     results = f"accuracy={accuracy:.4f}"
     results += "" if math.isnan(error) else f" accuracy_se={error:.4f}"
-    results += f" accuracy_of={function.__name__}"
+    results += f" accuracy_of={function.name}"
     if K > 1:
         headline = [name for name in estimates if name.endswith(f"_{K}")]
         results += "".join(f" {name}={estimates[name]:.4f}" for name in headline)

@@ -59,8 +59,8 @@ def result_fingerprint(run: Run) -> dict[str, str]:
         values["the teacher's weights"] = weights_digest(run.teacher_folder)
         values["DISTILL_COEF"] = to_text(cfg.distill_coef)
         values["REWARD_COEF"] = to_text(cfg.reward_coef)
-    for function in run.rollout.functions:  # reward_model
-        values |= getattr(function, "fingerprint", dict)()
+    for function in run.rollout.functions:
+        values |= function.fingerprint() if function.fingerprint else {}
     if cfg.chat_template_kwargs:
         values["CHAT_TEMPLATE_KWARGS"] = json.dumps(cfg.template_kwargs(), sort_keys=True)
     values |= hosts.changed_random_numbers()

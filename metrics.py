@@ -269,8 +269,8 @@ def completion_record(
     with an environment, their turns. count: see take_metrics of extras/scorer.py."""
     record = _spread(f"{prefix}reward/total", batch.rewards, "mean", "std", "min", "max")
     for function, column in zip(rollout.functions, batch.function_rewards.T, strict=True):
-        record[f"{prefix}reward/func/{function.__name__}/mean"] = mean_without_nan(column)
-        if hasattr(function, "take_metrics"):  # only reward_model has it
+        record[f"{prefix}reward/func/{function.name}/mean"] = mean_without_nan(column)
+        if function.take_metrics:
             metrics = function.take_metrics(count)
             record |= {f"{prefix}reward/model/{name}": x for name, x in metrics.items()}
     is_scored = ~np.isnan(batch.function_rewards[:, 0])  # [B]
@@ -338,7 +338,7 @@ def completion_entries(
     name, values: one more field of each completion, such as its advantage.
     """
     texts = dialogues_of(rollout, batch)
-    names = [function.__name__ for function in rollout.functions]
+    names = [function.name for function in rollout.functions]
     completions = [
         {
             "text": text,

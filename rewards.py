@@ -9,16 +9,19 @@ file, which a reward worker runs.
 Dimensions: `completions` of one call, `functions` of the run.
 """
 
+import dataclasses
 import functools
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from typing import Any
 from unicodedata import normalize
 
 import numpy as np
 
 from infra.mistakes import UserMistake
-from infra.reward_worker import RewardWorker, get_worker, load_reward_function
+from infra.reward_worker import LOADING_S, RewardWorker, get_worker
 
 SYSTEM_PROMPT = """\
 Reason step by step inside <think> </think>. Then, on the next line, write only the final number \
@@ -29,10 +32,6 @@ inside <answer> </answer>. Use exactly this form:
 TAG_NAMES = ("think", "answer")
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 Rewards = list[float | None]  # a reward per completion; None: the function does not apply
-# Called with the completions and {column: values}. It may also have these attributes: reads_answer,
-# whether it needs the column `answer`; extract_answer(text), for maj@K; source, its name in errors;
-# prefetch, of its file; and those of reward_model: prepare, fingerprint, take_metrics.
-RewardFunction = Callable[..., Rewards]
 
 _MAX_NUMBER = 300  # the characters of the longest number that parse_number reads
 _WINDOW = 4096  # characters up to the last digit that parse_number reads
@@ -136,6 +135,25 @@ _OPTION = re.compile(
 _FONT = re.compile(r"\\(?:text|math|mbox|boxed)[a-z]*|\\")  # \text in \text{B}
 
 _BRACES = re.compile(r"\\boxed\{|\\.|[{}]", re.DOTALL)  # \{ and \} are printed, and match \\.
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardFunction:
+    """A reward function as a run calls it, and what the run has to know about it."""
+
+    name: str
+    call: Callable[..., Rewards]  # gets the completions and {column: values}
+    reads_answer: bool = False  # it needs the column `answer`
+    extract_answer: Callable[[str], Any] | None = None  # the answer in a text, for maj@K
+    source: str = ""  # file.py:name of a user's function, for errors
+    prefetch: Callable[..., None] | None = None  # of a user's file
+    # Only reward_model has these three methods of Scorer in extras/scorer.py.
+    prepare: Callable[..., None] | None = None
+    fingerprint: Callable[[], dict[str, str]] | None = None
+    take_metrics: Callable[[int | None], dict[str, float]] | None = None
+
+    def __call__(self, completions: list[str], /, **columns: list) -> Rewards:
+        return self.call(completions, **columns)
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -250,13 +268,14 @@ def with_tags(function: RewardFunction, names: Sequence[str]) -> RewardFunction:
     def read(text: str) -> str:
         return rename_tags(without_open_thought(text), names, TAG_NAMES)
 
-    @functools.wraps(function)
-    def reward(completions: list[str], **columns: list) -> Rewards:
+    @functools.wraps(function.call)
+    def call(completions: list[str], **columns: list) -> Rewards:
         return function([read(text) for text in completions], **columns)
 
-    if hasattr(function, "extract_answer"):
-        reward.__dict__["extract_answer"] = lambda text: function.extract_answer(read(text))
-    return reward
+    extract = function.extract_answer
+    return dataclasses.replace(
+        function, call=call, extract_answer=extract and (lambda text: extract(read(text)))
+    )
 
 
 def reference_number(answer: object) -> Fraction | None:
@@ -300,11 +319,9 @@ def _folded(answer: str | None) -> tuple[str, str]:
     return words.removesuffix(".").removesuffix("。"), after.removesuffix(".")
 
 
-# See RewardFunction; for the functions of a file see load_reward_function.
-reward_correct.__dict__.update(reads_answer=True, extract_answer=extract_answer)
-exact_match.__dict__.update(
-    reads_answer=True, extract_answer=lambda text: "".join(_folded(marked_answer(text))) or None
-)
+def folded_answer(text: str) -> str | None:
+    """The answer of a completion as exact_match compares it, or None."""
+    return "".join(_folded(marked_answer(text))) or None
 
 
 def reward_format(completions: list[str], **columns: list) -> Rewards:
@@ -343,7 +360,7 @@ def repetition_penalty(
     return rewards
 
 
-def overlong_penalty(max_length: int, overlong_cache: int) -> RewardFunction:
+def overlong_penalty(max_length: int, overlong_cache: int) -> Callable[..., Rewards]:
     """soft_overlong_penalty: 0 up to max_length - overlong_cache tokens, then it falls
     linearly to -1.
 
@@ -362,6 +379,7 @@ def overlong_penalty(max_length: int, overlong_cache: int) -> RewardFunction:
 LARGEST_REWARD = 1e30  # squares of differences are finite in float64, advantages in float32
 # The functions that REWARD_FN may name, in addition to soft_overlong_penalty.
 BUILT_IN = (reward_correct, exact_match, reward_format, tag_count_reward, repetition_penalty)
+EXTRACT_ANSWER = {reward_correct: extract_answer, exact_match: folded_answer}  # for maj@K
 # The functions of a run without REWARD_FN, and their weights if REWARD_WEIGHTS is empty.
 DEFAULTS = {"reward_correct": 1.0, "reward_format": 0.5, "tag_count_reward": 0.5}
 
@@ -386,7 +404,7 @@ def total_rewards(
     """
     function_rewards = np.full((len(completions), len(functions)), np.nan)
     # reward_model comes last: on several processes it waits until all of them have called it.
-    order = sorted(enumerate(functions), key=lambda pair: pair[1].__name__ == "reward_model")
+    order = sorted(enumerate(functions), key=lambda pair: pair[1].name == "reward_model")
     for column, function in order:
         returned = function(completions, **columns)
         function_rewards[:, column] = _as_floats(function, returned, len(completions))
@@ -431,7 +449,7 @@ def parse_reward_weights(
 
 def _as_floats(function: RewardFunction, returned: object, count: int) -> list[float]:
     """Checks the rewards that `function` returned for `count` completions; None becomes NaN."""
-    name = getattr(function, "source", function.__name__)  # of a file: file.py:name
+    name = function.source or function.name
     expected = f"reward {name} must return a list of {count} rewards, not"
     if not isinstance(returned, list | tuple | np.ndarray):
         raise UserMistake(f"{expected} {type(returned).__name__}")
@@ -466,8 +484,9 @@ def load_reward_functions(
     Raises UserMistake for an unknown name, a missing file, or a file that does not load.
     """
     entries = reward_entries(reward_fn)
-    functions = (*BUILT_IN, overlong_penalty(max_length, overlong_cache or max_length // 5))
-    known = {function.__name__: with_tags(function, answer_tags) for function in functions}
+    penalty = overlong_penalty(max_length, overlong_cache or max_length // 5)
+    built_in = [built_in_function(function) for function in (*BUILT_IN, penalty)]
+    known = {function.name: with_tags(function, answer_tags) for function in built_in}
     known |= {"reward_model": reward_model} if reward_model else {}
     for entry in entries:
         file, _, name = entry.rpartition(":")
@@ -478,3 +497,39 @@ def load_reward_functions(
         or load_reward_function(get_worker("REWARD_FN", entry, timeout_s, workers), entry, dataset)
         for entry in entries
     ]
+
+
+def built_in_function(function: Callable[..., Rewards]) -> RewardFunction:
+    reads_answer = "answer" in inspect.signature(function).parameters
+    extract = EXTRACT_ANSWER.get(function)
+    return RewardFunction(function.__name__, function, reads_answer, extract)
+
+
+def load_reward_function(worker: RewardWorker, source: str, dataset: str = "") -> RewardFunction:
+    """The reward function of a user's file, "file.py:name", once the worker has loaded the file.
+    The function and its loading raise UserMistake. dataset: the data_source of verl's functions,
+    for data without this column."""
+    name, label = source.rpartition(":")[2], f"REWARD_FN {source}"
+    file_label = label.removesuffix(name)
+    found = worker.ask(label, "find", name, more_s=LOADING_S)
+    seconds, has_answers, reads_answer, has_prefetch = found
+
+    def call(completions: list[str], /, **columns: list) -> Rewards:
+        """The rewards of the completions. columns: lists of the same length of JSON values."""
+        more_s = seconds * len(completions)
+        return worker.ask(label, "call", name, completions, columns, dataset, more_s=more_s)
+
+    def prefetch(completions: list[str], /, **columns: list) -> None:
+        """Lets the file begin what rewards will need."""
+        worker.ask(prefetch.__name__, "call", "prefetch", completions, columns)
+
+    prefetch.__name__ = f"{file_label}prefetch"
+    extract = functools.partial(worker.ask, f"{file_label}extract_answer", "extract_answer")
+    return RewardFunction(
+        name,
+        call,
+        reads_answer,
+        extract_answer=extract if has_answers else None,
+        source=source,
+        prefetch=prefetch if has_prefetch else None,
+    )

@@ -132,7 +132,7 @@ def begin_rewards(
     rollout: RolloutConfig, prompts: Sequence[data.Prompt], completions: Completions
 ) -> None:
     """Calls `prefetch` of the files of REWARD_FN that define it, for a pass. Raises UserMistake."""
-    calls = [f.prefetch for f in rollout.functions if hasattr(f, "prefetch")]
+    calls = [f.prefetch for f in rollout.functions if f.prefetch]
     if calls and rollout.environments is None:  # else the worker is busy with them
         texts, columns = reward_arguments(rollout, prompts, completions)
         for prefetch in {call.__name__: call for call in calls}.values():  # one of each file

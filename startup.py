@@ -174,7 +174,7 @@ def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
     # Supervised training scores nothing but evaluations.
     scored = [*run.eval_prompts, *(run.train_prompts if cfg.loss_type != "sft" else [])]
     for function in run.rollout.functions if scored else ():
-        if hasattr(function, "prepare"):  # reward_model
+        if function.prepare:
             function.prepare(run.rollout.chat_format, scored)
     if not example:
         note_untold_tags(run)
@@ -189,7 +189,7 @@ def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
         f"model={run.folder} parameters={placement.num_params(train_compute.model) / 1e6:.2f}M "
         f"dtype={train_compute.dtype} train={len(run.train_prompts)} "
         f"test={len(run.eval_prompts)} prompts "
-        f"rewards={','.join(f.__name__ for f in run.rollout.functions)}\n"
+        f"rewards={','.join(f.name for f in run.rollout.functions)}\n"
         f"{dtype_note(cfg.dtype)}"
         f"mesh dp,fsdp,tp train={mesh_text(train_compute.layout.mesh)} ({cfg.mesh_shape}) "
         f"rollout={placement.rollout_mesh_text(cfg, rollout_compute)} "
@@ -245,9 +245,9 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     functions = []
     # Otherwise environments give the rewards, or supervised training needs none.
     if cfg.reward_fn or not (cfg.environment_class or cfg.loss_type == "sft"):
-        scorer = open_scorer(cfg).read_scorer(cfg, sizes) if cfg.has_reward_model() else None
         limits = cfg.reward_timeout_s, cfg.max_length_sample, cfg.overlong_cache
-        arguments = *limits, workers, cfg.dataset, cfg.tag_names(), scorer
+        reward_model = open_reward_model(cfg, sizes)
+        arguments = *limits, workers, cfg.dataset, cfg.tag_names(), reward_model
         functions = rewards.load_reward_functions(cfg.reward_fn, *arguments)
     prefix_messages = read_prefix_messages(cfg.system_prompt)
 
@@ -260,15 +260,15 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     chat_format = environments.chat_format if environments else chat_format  # with their tools
     check_chat_format(chat_format, math.inf if cfg.loss_type == "sft" else cfg.max_length_sample)
     if environments and environments.has_reward:
-        functions.append(environments.get_reward)
+        functions.append(rewards.RewardFunction("get_reward", environments.get_reward))
     reward_weights = rewards.parse_reward_weights(
-        cfg.reward_weights, cfg.reward_fn, [function.__name__ for function in functions]
+        cfg.reward_weights, cfg.reward_fn, [function.name for function in functions]
     )
 
     def read_prompts(split: str) -> list[data.Prompt]:
         examples = [example] if example else load_split(cfg, split, functions)
         prompts = prompts_of_split(cfg, examples, chat_format, model, split)
-        if rewards.reward_correct in map(inspect.unwrap, functions) and not example:
+        if rewards.reward_correct in [inspect.unwrap(f.call) for f in functions] and not example:
             raise_if_no_number(cfg.dataset, split, [prompt.columns["answer"] for prompt in prompts])
         return prompts
 
@@ -370,7 +370,7 @@ def load_split(
     is_sft = cfg.loss_type == "sft"
     answer = None if is_sft and not cfg.reward_fn else cfg.answer_column
     completion = cfg.completion_column if is_sft else None
-    needs_answers = any(getattr(function, "reads_answer", False) for function in functions)
+    needs_answers = any(function.reads_answer for function in functions)
     examples = data.load_examples(
         cfg.dataset,
         cfg.dataset_config,
@@ -442,7 +442,7 @@ def note_untold_tags(run: Run) -> None:
     cfg, rollout = run.cfg, run.rollout
     weights = zip(rollout.functions, rollout.reward_weights, strict=True)
     counting = {rewards.reward_format, rewards.tag_count_reward}
-    names = [f.__name__ for f, weight in weights if inspect.unwrap(f) in counting and weight]
+    names = [f.name for f, weight in weights if inspect.unwrap(f.call) in counting and weight]
     tags = {f"<{name}>" for name in cfg.tag_names()} - {"<think>"}  # which models may know
     for split, prompts in (cfg.train_split, run.train_prompts), (cfg.eval_split, run.eval_prompts):
         chats = (rollout.chat_format.messages_of(prompt.columns) for prompt in prompts)
@@ -528,6 +528,13 @@ def open_teacher(cfg: Config) -> ModuleType:
 
 def open_scorer(cfg: Config) -> ModuleType:
     return import_optional("extras.scorer", f"REWARD_MODEL_PATH={cfg.reward_model_path}")
+
+
+def open_reward_model(cfg: Config, sizes: Sizes) -> rewards.RewardFunction | None:
+    """The function reward_model, or None if REWARD_FN does not name it. Raises UserMistake."""
+    if not cfg.has_reward_model():
+        return None
+    return open_scorer(cfg).read_scorer(cfg, sizes).as_reward_function()
 
 
 def open_reviewer(out: Path, log: RunLog) -> Callable[[str, str], dict[str, Any]]:

@@ -38,7 +38,7 @@ from model.logps import dot, softcap
 from model.network import ComputeConfig, forward
 from model.params import Params, lm_head
 from model.placement import gib_per_device, num_params, plan_frozen, raise_if_too_long
-from rewards import Rewards
+from rewards import RewardFunction, Rewards
 
 KWARGS = "judge_template_kwargs"
 
@@ -55,13 +55,21 @@ class Scorer:
     pad_id: int  # tokens of this id at the end of a text are not scored
     prompt: str  # the text of JUDGE_PROMPT; "": a reward model
     words: tuple[int, ...]  # the ids of JUDGE_WORDS; (): a reward model
-    reads_answer: bool
     params: Params | None = None
     # Of each call since take_metrics [processes, texts]: the probability of both words together, 1
     # without words; NaN: the text is too long.
     measured: list[np.ndarray] = dataclasses.field(default_factory=list)
     has_noted: bool = False  # that the judge would say something else
-    __name__ = "reward_model"
+
+    def as_reward_function(self) -> RewardFunction:
+        return RewardFunction(
+            "reward_model",
+            self,
+            reads_answer="{answer}" in self.prompt,
+            prepare=self.prepare,
+            fingerprint=self.fingerprint,
+            take_metrics=self.take_metrics,
+        )
 
     def fingerprint(self) -> dict[str, str]:
         """What determines the scores, for result_fingerprint."""
@@ -205,8 +213,7 @@ def read_scorer(cfg: Config, sizes: Sizes) -> Scorer:
         reason = "has score.weight and is no judge, so the settings of a judge do nothing"
         print(f"note: REWARD_MODEL_PATH={cfg.reward_model_path} {reason}", flush=True)
     chat_format = ChatFormat(tokenizer, [], kwargs=kwargs)
-    facts = chat_format, pad_id, prompt, words, "{answer}" in prompt
-    scorer = Scorer(cfg, folder, compute, size, *facts)
+    scorer = Scorer(cfg, folder, compute, size, chat_format, pad_id, prompt, words)
     question = {"role": "user", "content": SENTINEL}
     chat = [question] if words else [question, question | {"role": "assistant"}]
     [ids], name = scorer.render([chat]), f"REWARD_MODEL_PATH={cfg.reward_model_path}"

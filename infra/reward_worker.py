@@ -114,39 +114,6 @@ def get_worker(
     return workers[file]
 
 
-def load_reward_function(
-    worker: RewardWorker, source: str, dataset: str = ""
-) -> Callable[..., list[float | None]]:
-    """The reward function of a user's file, "file.py:name", once the worker has loaded the file.
-    The function and its loading raise UserMistake. It has the file's extract_answer and prefetch,
-    if any, and reads_answer: whether it needs the argument `answer`. dataset: the data_source of
-    verl's functions, for data without this column."""
-    name, label = source.rpartition(":")[2], f"REWARD_FN {source}"
-    found = worker.ask(label, "find", name, more_s=LOADING_S)
-    seconds, has_answers, reads_answer, has_prefetch = found
-
-    def rewards(completions: list[str], /, **columns: list) -> list[float | None]:
-        """The rewards of the completions. columns: lists of the same length of JSON values."""
-        more_s = seconds * len(completions)
-        return worker.ask(label, "call", name, completions, columns, dataset, more_s=more_s)
-
-    rewards.__name__ = name
-    rewards.__dict__["source"] = source  # named in errors
-    rewards.__dict__["reads_answer"] = reads_answer
-    if has_answers:
-        answers = label.removesuffix(name) + "extract_answer"
-        extract_answer = functools.partial(worker.ask, answers, "extract_answer")
-        rewards.__dict__["extract_answer"] = extract_answer
-
-    def prefetch(completions: list[str], /, **columns: list) -> None:
-        """Lets the file begin what rewards will need."""
-        worker.ask(prefetch.__name__, "call", "prefetch", completions, columns)
-
-    prefetch.__name__ = label.removesuffix(name) + "prefetch"
-    rewards.__dict__ |= {"prefetch": prefetch} if has_prefetch else {}
-    return rewards
-
-
 def imported_files(main: Path) -> list[Path]:
     """A user's file, and the files of its folder that it imports, directly or not. The rewards.py
     of this project is left out."""

@@ -1,5 +1,6 @@
 """Claims about metrics.py: what a run prints and records, on numbers worked by hand."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +12,7 @@ from evaluation import evaluation_record, majority_accuracy, pass_at, standard_e
 from infra.log import Clock, compile_seconds
 from metrics import PHASES, Step, step_lines, step_record
 from model.next_token import Sampling
-from rewards import reward_correct
+from rewards import RewardFunction, extract_answer, reward_correct
 from rows import Batch
 
 NAN = float("nan")
@@ -48,9 +49,10 @@ def run_of(samples: int = 1, temperature: float = 0.0) -> SimpleNamespace:
     """What metrics.py reads of a run with the functions `first`, which says what is right, and
     `second`, which has metrics, and with two completions of a prompt. samples, temperature: of its
     evaluations."""
-    second = SimpleNamespace(__name__="second", take_metrics=lambda count: {"count": count})
+    first = RewardFunction("first", reward_correct)
+    second = dataclasses.replace(first, name="second", take_metrics=lambda count: {"count": count})
     rollout = SimpleNamespace(
-        functions=[SimpleNamespace(__name__="first"), second],
+        functions=[first, second],
         sampling=Sampling(1.0),
         eval_sampling=Sampling(temperature),
         environments=None,
@@ -224,7 +226,7 @@ def test_the_majority_is_of_equal_numbers_and_the_first_of_a_tie() -> None:
     texts = ["<answer>5</answer>", "<answer>7</answer>", "so 5.0"]  # 5 twice
     texts += ["<answer>1</answer>", "<answer>2</answer>", "<answer>3</answer>"]  # a tie
     texts += ["no", "idea", "<answer>9</answer>"]  # no answer is the most frequent
-    answers = [reward_correct.extract_answer(text) for text in texts]
+    answers = [extract_answer(text) for text in texts]
     correct = np.array([[1.0, 0, 1], [0, 1, 0], [0, 0, 1]])
     assert majority_accuracy(correct, answers) == pytest.approx(1 / 3)
     unknown = np.concatenate([correct, [[NAN] * 3]])  # a question without a right answer

@@ -13,10 +13,18 @@ from pathlib import Path
 import pytest
 from runs import environment, run_as_user
 
+import rewards
 from infra import reward_worker
 from infra.mistakes import UserMistake
-from infra.reward_worker import get_worker, load_reward_function
-from rewards import RewardFunction, load_reward_functions, reward_correct, total_rewards
+from infra.reward_worker import get_worker
+from rewards import (
+    RewardFunction,
+    built_in_function,
+    load_reward_function,
+    load_reward_functions,
+    reward_correct,
+    total_rewards,
+)
 
 TOP = Path(reward_worker.__file__).parent.parent  # the repo's top folder
 
@@ -184,7 +192,7 @@ def test_a_reward_that_cannot_load_stops_at_once(folder, monkeypatch, entry, mes
 
 def test_a_file_that_hangs_on_import_is_given_up(tmp_path, monkeypatch):
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)\n")
-    monkeypatch.setattr(reward_worker, "LOADING_S", 0.5)
+    monkeypatch.setattr(rewards, "LOADING_S", 0.5)
     with pytest.raises(UserMistake, match="slow.py:f is not done after 0.75 s; raise REWARD_TIM"):
         load_reward_functions(f"{tmp_path / 'slow.py'}:f", 0.25, 9, 2, {})
 
@@ -207,7 +215,7 @@ def test_maj_counts_the_texts_of_what_a_file_s_extract_answer_returns(tmp_path: 
     body = "def f(texts, **_):\n    return [1 / len(text) for text in texts]\n"
     (tmp_path / "mine.py").write_text(body)
     with worker(tmp_path, "f") as function:
-        assert not hasattr(function, "extract_answer")
+        assert function.extract_answer is None
     body += "def extract_answer(text):\n    return [text] if text > 'a' else float(text or 'x')\n"
     (tmp_path / "mine.py").write_text(body)
     with worker(tmp_path, "f") as function:
@@ -413,7 +421,7 @@ def test_message_lists_reach_a_function_of_a_file_in_trl_s_form_and_the_built_in
     columns = {"question": ["0", "0"], "answer": ["7", "4"], "prompts": [messages] * 2}
     with worker(tmp_path, "f") as function:
         totals, function_rewards = total_rewards(
-            ["7", "5"], columns, [function, reward_correct], [1.0, 1.0]
+            ["7", "5"], columns, [function, built_in_function(reward_correct)], [1.0, 1.0]
         )
     assert function_rewards.tolist() == [[2.0, 1.0], [50.0, 0.0]] and totals.tolist() == [3.0, 50.0]
 
@@ -441,7 +449,7 @@ def test_only_an_extract_answer_of_one_text_counts_the_answers_of_maj_at_n(
 ) -> None:
     (tmp_path / "mine.py").write_text(f"{helper}\ndef f(completions, **_):\n    return [0.0]\n")
     with worker(tmp_path, "f") as function:
-        assert hasattr(function, "extract_answer") == answers
+        assert (function.extract_answer is not None) == answers
         if answers:
             assert function.extract_answer("42") == "4"
 
@@ -553,7 +561,8 @@ def test_what_a_function_has_started_ends_with_the_trainer_or_at_close(
     import os
     import threading
     import time
-    from infra.reward_worker import load_reward_function, get_worker
+    from infra.reward_worker import get_worker
+    from rewards import load_reward_function
     worker = get_worker("REWARD_FN", "mine.py:start", 9.0, {})
     function = load_reward_function(worker, "mine.py:start")
     function(["1"])

@@ -17,6 +17,7 @@ from infra.mistakes import UserMistake
 from loss import AdvantageConfig, group_advantages
 from rewards import (
     BUILT_IN,
+    built_in_function,
     load_reward_functions,
     overlong_penalty,
     parse_number,
@@ -265,7 +266,7 @@ def test_exact_match_is_for_letters_and_words_and_gives_0_without_an_answer() ->
     assert rewards.exact_match(quotes, answer=["don't", "B", "don't"]) == [1.0, 1.0, 0.0]
     accents = [form("Cafe\u0301"), form("Café"), form("Cafe")]  # the first has two characters for é
     assert rewards.exact_match(accents, answer=["Café"] * 3) == [1.0, 1.0, 0.0]
-    answers = [rewards.exact_match.extract_answer(text) for text in (*words, "B", r"\boxed{}")]
+    answers = [rewards.folded_answer(text) for text in (*words, "B", r"\boxed{}")]
     assert answers == ["newyork", "neworleans", None, None]
 
 
@@ -304,7 +305,7 @@ def test_words_expressions_and_several_letters_are_no_option(right: str) -> None
 
 def test_maj_counts_the_letters_of_options_as_one_and_names_apart() -> None:
     texts = ["(B)", "B) 42", "B. 42", r"\text{B}", "E. coli", "E. faecium", "A*"]
-    counted = [rewards.exact_match.extract_answer(form(text)) for text in texts]
+    counted = [rewards.folded_answer(form(text)) for text in texts]
     assert counted == ["b", "b", "b", "b", "ecoli", "efaecium", "a*"]
 
 
@@ -412,7 +413,7 @@ def test_a_total_is_the_weighted_sum_of_what_applies() -> None:
         return [None if a is None else np.float32(a) for a in answer]
 
     columns = {"answer": [0.5, None, -2.0, None], "question": ["?"] * 4}
-    functions, texts = [odd, rated], ["a", "b", "c", "d"]
+    functions, texts = [*map(built_in_function, (odd, rated))], ["a", "b", "c", "d"]
     total, function_rewards = total_rewards(texts, columns, functions, [2.0, 0.5], 1)
     assert total.dtype == function_rewards.dtype == np.float64
     np.testing.assert_array_equal(total, [2.25, np.nan, 1.0, 2.0])
@@ -453,7 +454,7 @@ def test_a_completion_without_a_score_that_its_group_has_has_no_total(
     def rated(completions, **columns):
         return [*second, 1, 1, 1, 1]
 
-    totals, _ = total_rewards(["a"] * 8, {}, [judge, rated], weights, 4)
+    totals, _ = total_rewards(["a"] * 8, {}, [*map(built_in_function, (judge, rated))], weights, 4)
     a, b = weights
     both = [a + b, b, a + b, b]
     np.testing.assert_array_equal(totals, np.array([*expected, *both], float))
@@ -465,7 +466,8 @@ def test_a_missing_verdict_is_no_wrong_answer_to_any_estimator() -> None:
     def judge(completions, **columns):
         return [1.0, 1.0, None, 0.0]
 
-    functions, weights = [judge, rewards.reward_format], (1.0, 0.2)
+    functions = [*map(built_in_function, (judge, rewards.reward_format))]
+    weights = (1.0, 0.2)
     totals, parts = total_rewards(["<think>"] * 4, {}, functions, weights)
     for name in ("grpo", "rloo", "reinforce", "reinforce++", "gdpo"):
         config = AdvantageConfig(name, weights=weights)
@@ -475,7 +477,7 @@ def test_a_missing_verdict_is_no_wrong_answer_to_any_estimator() -> None:
 
 def test_the_default_rewards_are_the_three_built_in_ones() -> None:
     functions = load("")
-    names = " ".join(function.__name__ for function in functions)
+    names = " ".join(function.name for function in functions)
     assert names == "reward_correct reward_format tag_count_reward"
     texts = [form("72"), form("71"), "72", "<think>"]
     total, function_rewards = total_rewards(
@@ -503,7 +505,7 @@ def test_a_malformed_return_is_named(returned: object, message: str) -> None:
         return returned
 
     with pytest.raises(UserMistake, match=message):
-        total_rewards(["a", "b"], {}, [odd], [1.0])
+        total_rewards(["a", "b"], {}, [built_in_function(odd)], [1.0])
 
 
 @pytest.mark.parametrize(
@@ -519,7 +521,7 @@ def test_a_malformed_return_is_named(returned: object, message: str) -> None:
 def test_a_total_beyond_the_bound_is_refused_though_its_rewards_are_within(
     scores: list[float], weights: list[float], total: str
 ) -> None:
-    functions = [lambda completions, s=score, **_: [0.0, s] for score in scores]
+    functions = [built_in_function(lambda completions, s=score, **_: [0.0, s]) for score in scores]
     line = (
         rf"^a total reward is {total}, beyond 1e\+30; scale the rewards, or lower REWARD_WEIGHTS$"
     )

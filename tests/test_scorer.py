@@ -43,7 +43,7 @@ from extras.scorer import Scorer, read_scorer
 from fingerprint import result_fingerprint
 from infra.sizes import derive_sizes
 from model import hf
-from rewards import total_rewards
+from rewards import RewardFunction, total_rewards
 from run import Run
 from startup import set_up
 
@@ -173,19 +173,18 @@ def test_a_text_that_is_too_long_has_no_score_and_is_counted(tmp_path: Path) -> 
     assert scorer.take_metrics(5) == {"too_long": 2, "too_long_frac": 2 / 5}
     scorer.params = jax.tree.map(lambda x: x * np.nan, scorer.params)
     line = "reward reward_model, completion 0: nan is neither a finite number nor None"
-    refused(lambda: total_rewards(TEXTS, dict(COLUMNS), [scorer], [1.0]), line)
+    refused(lambda: total_rewards(TEXTS, dict(COLUMNS), [scorer.as_reward_function()], [1.0]), line)
 
 
 def test_it_is_called_after_the_functions_of_files_and_keeps_its_column() -> None:
     called = []
 
-    def function(name: str, value: float) -> Any:
+    def function(name: str, value: float) -> RewardFunction:
         def rewards(completions: list[str], **columns: list) -> list[float]:
             called.append(name)
             return [value] * len(completions)
 
-        rewards.__name__ = name
-        return rewards
+        return RewardFunction(name, rewards)
 
     functions = [function("first", 1), function("reward_model", 2), function("last", 3)]
     totals, rewards = total_rewards(["a"], {}, functions, [1, 10, 100])
@@ -340,7 +339,7 @@ def test_the_weights_are_read_only_if_completions_are_scored(
     settings: str, is_read: bool, tmp_path: Path
 ) -> None:
     run = run_of(copy("qwen3", tmp_path / "scorer"), tmp_path, **environment(settings))
-    assert (run.rollout.functions[1].params is not None) == is_read
+    assert (run.rollout.functions[1].call.params is not None) == is_read
 
 
 # ---- Runs ----------------------------------------------------------------------------------------
@@ -373,7 +372,7 @@ def learnt(short: Path, tmp_path_factory: pytest.TempPathFactory) -> Learnt:
         return runs[0]
 
     def updated(*arguments: Any) -> tuple:
-        done, scorer = update(*arguments), runs[0][0].rollout.functions[1]
+        done, scorer = update(*arguments), runs[0][0].rollout.functions[1].call
         arrays = b"".join(x.tobytes() for x in jax.tree.leaves(jax.device_get(scorer.params)))
         digests.append(hashlib.sha256(arrays).hexdigest())
         return done

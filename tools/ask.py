@@ -6,7 +6,6 @@ Without OUTPUT_DIR or with RESUME=never they are those of MODEL_PATH.
 
 import argparse
 import contextlib
-import functools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -109,7 +108,7 @@ def ask(cfg: Config, example: dict[str, Any]) -> tuple[str, list[str]]:
     mistakes: dict[str, str] = {}
     functions = [noting_mistake(function, mistakes) for function in run.rollout.functions]
     if "answer" not in example:
-        functions = [x for x in functions if x.__name__ == "reward_model" and not x.reads_answer]
+        functions = [x for x in functions if x.name == "reward_model" and not x.reads_answer]
     weights = (1.0,) * len(functions)  # the total is not shown
     run = replace(run, rollout=replace(run.rollout, functions=functions, reward_weights=weights))
     with contextlib.closing(make_backend(run)) as backend:
@@ -118,7 +117,7 @@ def ask(cfg: Config, example: dict[str, Any]) -> tuple[str, list[str]]:
         key, clock = jax.random.key(cfg.seed), Clock(EVAL_PHASES)
         answered = answer_questions(run, backend, run.eval_prompts, key, clock, step)
     [text] = dialogues_of(run.rollout, answered)
-    names = [function.__name__ for function in functions]
+    names = [function.name for function in functions]
     rewards = zip(names, answered.function_rewards[0], strict=True)
     return text, [f"{name} {mistakes.get(name, format(reward, 'g'))}" for name, reward in rewards]
 
@@ -126,16 +125,15 @@ def ask(cfg: Config, example: dict[str, Any]) -> tuple[str, list[str]]:
 def noting_mistake(function: RewardFunction, mistakes: dict[str, str]) -> RewardFunction:
     """The function, which gives None instead of raising UserMistake, and notes it by its name."""
 
-    @functools.wraps(function)
-    def rewards(completions: list[str], /, **columns: list) -> Rewards:
+    def call(completions: list[str], /, **columns: list) -> Rewards:
         try:
             return function(completions, **columns)
         except UserMistake as error:
-            mistakes[function.__name__] = f"is not known: {error}"
+            mistakes[function.name] = f"is not known: {error}"
             return [None] * len(completions)
 
-    rewards.__dict__.pop("prefetch", None)  # a single question gains nothing from it
-    return rewards
+    # A single question gains nothing from prefetch.
+    return replace(function, call=call, prefetch=None)
 
 
 def read_asked(text: str) -> dict[str, Any]:

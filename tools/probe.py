@@ -191,14 +191,14 @@ def describe(run: Run, entries: Rows, step: int, seconds: float, rules: Any) -> 
     lines = [
         f"probe questions={len(entries)} samples_per_question={K} signal_frac={signal.mean():.4f} "
         f"signal_frac_se={standard_error(signal):.4f} accuracy={accuracy:.4f} "
-        f"accuracy_se={standard_error(right):.4f} accuracy_of={functions[0].__name__} "
+        f"accuracy_se={standard_error(right):.4f} accuracy_of={functions[0].name} "
         f"pass_at_{K}={pass_at_K:.4f} pass_at_{K}_se={standard_error(best):.4f} "
         f"truncated_frac={truncated:.4f} tokens_mean={np.mean(tokens):.1f} "
         f"tokens_p95={np.percentile(tokens, 95):.0f} t={seconds:.2f}s"
     ]
     constant, no_format = "", False
     for function, weight, column in zip(functions, rollout.reward_weights, rewards.T, strict=True):
-        name, original = function.__name__, inspect.unwrap(function)  # without ANSWER_TAGS
+        name, original = function.name, inspect.unwrap(function.call)  # without ANSWER_TAGS
         is_scored = ~np.isnan(column)
         x = column[is_scored] if is_scored.any() else column[:1]
         lines.append(
@@ -243,7 +243,7 @@ def describe(run: Run, entries: Rows, step: int, seconds: float, rules: Any) -> 
 def reward_columns(run: Run, entries: Rows) -> np.ndarray:
     """[completions, functions] float64 rewards; NaN: the function does not apply."""
     rewards = [completion["rewards"] for entry in entries for completion in entry["completions"]]
-    names = [function.__name__ for function in run.rollout.functions]
+    names = [function.name for function in run.rollout.functions]
     return np.stack([log.metric_values(rewards, name) for name in names], axis=1)
 
 

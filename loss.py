@@ -1,9 +1,8 @@
 """Group advantages, and the policy objective in the variants that objectives.py lists.
 
-Tests compare both with TRL's numbers, and DPPO with verl's.
-
-The loss is a SUM over a micro-batch, divided by counts of the entire update (all its micro-batches
-and all processes). The gradient therefore does not depend on the sizes of the micro-batches.
+Tests compare both with TRL's numbers, and DPPO with verl's. The loss is a SUM over a micro-batch,
+divided by counts of the entire update (all its micro-batches and all processes). The gradient
+therefore does not depend on the sizes of the micro-batches.
 
 Dimensions: P prompts of a step, K completions per prompt (NUM_PRE_Q), B sequences: P*K of a step
 for advantages, those of a micro-batch for the objective; T completion tokens (padded).
@@ -55,8 +54,8 @@ def group_advantages(
 
     rewards: [B] of the entire step; each K consecutive rewards are a group. NaN means that
     there is no reward: it enters no mean and no std, and its advantage is 0. If all rewards of a
-    group are equal (gdpo: of every function) but for rounding (EQUAL_REWARDS), all advantages of
-    the group are exactly 0, except with reinforce.
+    group are equal (gdpo: of every function) but for rounding (EQUAL_REWARDS), its advantages are
+    exactly 0, except with reinforce, and update.computed_sequences leaves its sequences out.
     estimator:
       grpo         (reward - group mean) / std of the "group" or of the "batch", as scale_rewards
                    says; scale_rewards "none": without the division
@@ -66,8 +65,7 @@ def group_advantages(
       gdpo         grpo for each function, then the weighted sum, divided by its batch std;
                    function_rewards: [B, functions], NaN where a function does not apply
       maxrl        (reward - group mean) / (group mean + MEAN_EPS), for rewards of 0 or 1
-    Every std has ddof 1, and STD_EPS is added to it.
-    Raises ValueError for another estimator or scale_rewards.
+    Every std has ddof 1, and STD_EPS is added to it. Raises ValueError for names not listed here.
     Source: GRPO, arXiv 2402.03300 section 4.1; RLOO, 2402.14740; REINFORCE++, 2501.03262; GDPO,
     2601.05242; MaxRL, 2602.02710; TRL.
     """
@@ -167,7 +165,7 @@ class Tokens(NamedTuple):
     A: jax.Array  # advantages, [B, 1] or [B, T]
     logps: jax.Array  # [B, T]
     sequence_tokens: jax.Array  # [B, 1]
-    weight: jax.Array  # of IS_MODE, [B, T] or [B, 1], or 1; for weights_ratios
+    weight: jax.Array  # of IS_MODE, [B, T] or [B, 1], or 1; read if weights_ratios is true
 
 
 def _ppo_loss(objective: Objective, x: Tokens) -> tuple[jax.Array, dict]:

@@ -53,14 +53,14 @@ class RolloutConfig:
 def prompts_of_round(
     rollout: RolloutConfig, pool: list[data.Prompt], P: int, K: int, round_number: int, seed: int
 ) -> list[data.Prompt]:
-    """[P] the prompts of a round of sampling, the same on every process. With an environment their
-    episodes begin. pool: the training split. round_number: counted over the run, from 0."""
+    """[P] the prompts of a round of sampling, from the pool (the training split), the same on every
+    process. With an environment their episodes begin, numbered from 1 (evaluations: 0)."""
     indices = data.batch_indices(len(pool), P, round_number, seed)  # [P]
     prompts = [pool[i] for i in indices]
     if rollout.environments is None:
         return prompts
     T, model = rollout.stopping.max_length_sample, rollout.compute.model
-    return rollout.environments.begin_episodes(prompts, round_number + 1, K, model, T)  # 0: evals
+    return rollout.environments.begin_episodes(prompts, round_number + 1, K, model, T)
 
 
 def complete(

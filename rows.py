@@ -61,7 +61,7 @@ class Batch(NamedTuple):
 
     prompts: list[Any]  # [P] data.Prompt
     completion_ids: np.ndarray  # [B, T] int32, right-padded
-    completion_mask: np.ndarray  # [B, T] int32, 1 on sampled tokens that count, stop token included
+    completion_mask: np.ndarray  # [B, T] int32, 1 on the tokens of the loss, stop token included
     lengths: np.ndarray  # [B] int32 tokens, stop tokens and an environment's tokens included
     sampling_logps: np.ndarray  # [B, T] float32 nats
     sampled_mask: np.ndarray  # [B, T] int32, 1 on tokens that the policy sampled
@@ -141,7 +141,8 @@ class RowShape(NamedTuple):
 
 
 class RowLimits(NamedTuple):
-    """The limits of a run's rows."""
+    """What bounds a micro-batch: the slots of TRAIN_MICRO_BATCH_SIZE sequences of T tokens with
+    their prompts (`widest`), and SHORT_SEQUENCES times as many sequences."""
 
     shards: int  # parts of a micro-step; a device, or the devices of a tp group, computes each
     full_length_sequences_per_shard: int  # in a micro-step, if all of them have T tokens
@@ -152,8 +153,8 @@ class RowLimits(NamedTuple):
     chunk: int = 1  # as in RowShape; it divides unit
 
     def widest(self) -> RowShape:
-        """The widths of a row of a shard's completions, all of T tokens, with their prompts. A row
-        of the run has at most S + C slots, at most C of them for completions; S may be larger."""
+        """The shape of a row with a shard's full-length sequences and their prompts. No row has
+        more slots (S + C) or more for completions (C); one with a smaller C may have a larger S."""
         count = self.full_length_sequences_per_shard
         prompts = count // completions_per_prompt_in_shard(self.completions_per_prompt, count)
         sizes = self.longest_prompt_slots, count // prompts * self.max_length_sample
@@ -190,9 +191,9 @@ def plan_rows(
 
 
 def rows_to_try(lengths: np.ndarray, limits: RowLimits) -> Iterator[tuple[int, int]]:
-    """The number of rows and their C for completions of these lengths, in the order of preference:
-    for each number of micro-steps, from 1 on, the values of C from an equal share of the tokens up
-    to that of the widest row."""
+    """Yields pairs (number of rows, C) for completions of these lengths, the best first: those with
+    the fewest micro-steps, and among them those with the smallest C. C is at least an equal share
+    of the tokens, and at most that of the widest row."""
     largest_C = limits.widest().C
     for micro_steps in range(1, len(lengths) + 1):
         count = micro_steps * limits.shards

@@ -36,10 +36,12 @@ STAGES, STAGE_TOKENS = 4, 128  # of decode, see stage_ends
 
 
 class Stopping(NamedTuple):
-    """What ends a completion, and the id of padding."""
+    """What ends a completion in `decode`: a length of T tokens, or a stop token. Stop tokens are
+    those that the model's files name (hf.read_stop_ids), and the one that the chat template writes
+    after an answer (chat.end_of_turn_id); startup.find_stop_ids joins them."""
 
-    max_length_sample: int  # T: the most tokens of a completion
-    stop_ids: tuple[int, ...]  # a completion ends with the first one, see startup.find_stop_ids
+    max_length_sample: int  # T
+    stop_ids: tuple[int, ...]
     pad_id: int
 
 

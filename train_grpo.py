@@ -19,7 +19,7 @@ This departs from the GRPO paper (arXiv 2402.03300) in five points, as most of t
  2. There is no KL penalty unless BETA > 0. It is then the k3 estimate times the ratio, whose
     gradient is unbiased; the paper does not multiply by it (KL_BIAS_CORRECTION=0).
  3. Advantages divide by std + 1e-4 (ddof = 1), and are exactly 0 if a group's rewards are equal.
-    Sequences of advantage 0 count, but update.py computes them only if another term needs them.
+    The divisor counts these sequences, and update.computed_sequences skips them where it can.
  4. TEMPERATURE divides the logits in sampling and in all log-probabilities of the loss. The
     tokens that TOP_K, TOP_P and MIN_P drop in sampling have probability 0 in the loss too
     (SAMPLING_SUPPORT=full drops them in sampling only).
@@ -171,7 +171,7 @@ def main(cfg: Config) -> None:
                 metrics |= dynamic_sampling_metrics(rounds, advantage_config)
             metrics["learning_rate"] = lr
             log_step(run, log, Step(step, metrics, batch, rounds, clock))
-            if not knows_drift:  # until a step has computed a sequence
+            if not knows_drift:  # a step that computes no sequence cannot tell
                 knows_drift = check_drift(run, log, step, metrics, is_new_run=first_step == 0)
             lifecycle.finish_step(len(rounds), nonfinite_metric(metrics))
 
@@ -186,10 +186,9 @@ def main(cfg: Config) -> None:
 
 
 def with_logps(run: Run, params: Params, ref_params: Params | None, batch: Batch) -> Batch:
-    """The batch with the arrays that need the weights before the first update: ref_logps if there
-    is a reference, teacher_logps if there is a teacher, old_logps if there are several updates, and
-    with TOP_ENTROPY_QUANTILE the top_mask, whose threshold is a quantile over the entire step; then
-    no sequence is skipped. With the default settings the batch is returned unchanged."""
+    """The batch with the arrays that need the weights before the first update: ref_logps with a
+    reference, teacher_logps with a teacher, old_logps if a step has several updates, and top_mask
+    with TOP_ENTROPY_QUANTILE, a quantile over the entire step. By default it has none of them."""
     learner, teacher, quantile = run.learner, run.teacher, run.cfg.top_entropy_quantile
     if ref_params is not None:
         ref_logps, _ = compute_batch_logps_and_entropies(learner, ref_params, batch)

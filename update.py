@@ -46,7 +46,7 @@ class LearnerConfig:
     objective: Objective
     optimizer: Optimizer
     temperature: float
-    limits: RowLimits  # of the rows
+    limits: RowLimits  # of the rows of a micro-batch
     pad_id: int
     accumulates: bool  # an update may have several micro-batches
     skips_zero_advantages: bool  # sequences of advantage 0 add nothing, and are not computed
@@ -244,7 +244,7 @@ def accumulate_gradients(
     sequences = computed_sequences(mini_batch, learner.skips_zero_advantages)
     counts = loss_counts(mini_batch)
     micro_batches = pack_to_devices(learner, mini_batch, sequences)
-    needs_zeros = learner.accumulates or not micro_batches  # else the first is another program
+    needs_zeros = learner.accumulates or not micro_batches  # None would be one more program
     grads: Any = jax.tree.map(jnp.zeros_like, trainable_params(params)) if needs_zeros else None
     metrics_of_micro_steps = []
     for micro_batch in micro_batches:

@@ -28,8 +28,8 @@ ALL_POSITIONS = 2**30  # above every position: a window of this size hides nothi
 class KV(NamedTuple):
     """Keys and values of X rows, or of P prompts or B sequences, of a layer with full attention.
 
-    Those of all layers are a list with a KV, or with the State of a linear layer, for each layer of
-    a period. Those of all periods are either stacked along a first dimension, or in a tuple.
+    All layers of a model are a list with an entry for each layer of a period: a KV, or the State of
+    a linear layer. An entry has all periods, stacked along a first dimension or in a tuple.
     """
 
     k: jax.Array  # [X, N, h, tokens], rotated; scores of a new token read it in this order

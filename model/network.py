@@ -335,8 +335,8 @@ def _rms_norm(x: jax.Array, scale: jax.Array | None, model: ModelConfig) -> jax.
 
 
 def _rotary(model: ModelConfig, positions: jax.Array) -> Rotary:
-    """cos and sin [X, t, 1, h/2] float32 of positions [X, t], with several variants of layers
-    [variants, X, t, 1, h/2]; fewer than h/2 if a part of h is rotated."""
+    """cos and sin of positions [X, t], each [X, t, 1, h/2] float32, or [variants, X, t, 1, h/2] if
+    layers differ. If only a part of h is rotated, the last dimension is smaller."""
     angles = positions[:, :, None, None].astype(jnp.float32) * inverse_frequencies(model)
     return model.rotary_scale * jnp.cos(angles), model.rotary_scale * jnp.sin(angles)
 

@@ -15,7 +15,7 @@ from infra.sizes import eval_questions
 from metrics import are_right, completion_entries, completion_record, phase_seconds
 from model.layout import concatenate_trees, slice_of_process
 from model.params import Params
-from rollout import complete, completion_texts, gather_batch, reward_completions
+from rollout import completion_texts, gather_batch, reward_completions, sample_completions
 from rows import Batch
 from run import Run
 
@@ -77,7 +77,7 @@ def answer_questions(
     if rollout.environments is not None:
         T, model = rollout.stopping.max_length_sample, rollout.compute.model
         padded = rollout.environments.begin_episodes(padded, round_number, K, model, T)
-    completions = complete(
+    completions = sample_completions(
         rollout,
         backend,
         padded,

@@ -63,7 +63,7 @@ def prompts_of_round(
     return rollout.environments.begin_episodes(prompts, round_number + 1, K, model, T)
 
 
-def complete(
+def sample_completions(
     rollout: RolloutConfig,
     backend: Backend,
     prompts: list[data.Prompt],

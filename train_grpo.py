@@ -65,11 +65,11 @@ from model.params import Params, combine_params
 from optimizer import TrainState, learning_rate
 from rollout import (
     choose_groups,
-    complete,
     gather_batch,
     has_enough_groups,
     prompts_of_round,
     reward_completions,
+    sample_completions,
 )
 from rows import Batch
 from run import Run
@@ -122,7 +122,7 @@ def main(cfg: Config) -> None:
                 # [P], the same on every process
                 prompts = prompts_of_round(rollout, run.train_prompts, P, K, round_number, cfg.seed)
                 key = jax.random.fold_in(rollout_key, round_number)
-                completions = complete(
+                completions = sample_completions(
                     rollout,
                     backend,
                     prompts,

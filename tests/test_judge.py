@@ -34,7 +34,7 @@ from infra.hosts import StopSignal
 from infra.mistakes import UserMistake
 from model.hf import load_tokenizer
 from rewards import RewardFunction, load_reward_functions
-from rollout import RolloutConfig, begin_rewards, complete, reward_completions
+from rollout import RolloutConfig, begin_rewards, reward_completions, sample_completions
 from sampling import Completions, Stopping
 
 FILE = REPO / "recipes" / "judge.py"
@@ -473,7 +473,7 @@ def sample(rollout: RolloutConfig, pass_s: float, passes: int) -> tuple[list[Pro
     """Passes of two prompts with 16 completions each."""
     prompts = [Prompt([5, 6, 7], {"question": "2 * 3?", "answer": "6"})] * 2 * passes
     sizes = {"completions_per_prompt": 16, "prompts_per_pass": 2, "title": "rollout"}
-    return prompts, complete(rollout, SlowBackend(pass_s), prompts, None, None, **sizes)
+    return prompts, sample_completions(rollout, SlowBackend(pass_s), prompts, None, None, **sizes)
 
 
 def test_all_rewards_but_those_of_the_last_pass_are_given_while_the_next_is_sampled(

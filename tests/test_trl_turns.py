@@ -17,7 +17,7 @@ from dialogues import Script, answers
 
 from config import Config
 from model import hf
-from rollout import complete, prompts_of_round, reward_completions
+from rollout import prompts_of_round, reward_completions, sample_completions
 from startup import set_up
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -159,7 +159,7 @@ def here(
     P, K = run.sizes.prompts_per_step, run.cfg.num_pre_q
     prompts = prompts_of_round(run.rollout, run.train_prompts, P, K, 0, run.cfg.seed)
     script = Script([[text + STOP for text in turns] for turns in texts], T)
-    made = complete(
+    made = sample_completions(
         run.rollout,
         script,
         prompts,

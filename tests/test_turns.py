@@ -47,7 +47,7 @@ from model import families
 from model.network import ComputeConfig
 from model.next_token import Sampling
 from model.params import ModelConfig, Rope, Variant, param_table
-from rollout import complete, gather_batch, prompts_of_round, reward_completions
+from rollout import gather_batch, prompts_of_round, reward_completions, sample_completions
 from rows import Batch
 from run import Run
 from sampling import Completions, NaiveBackend, Stopping
@@ -100,7 +100,7 @@ def talk(run: Run, turns: list[list[str]], *, T: int = 200, K: int = 1, max_turn
     prompts = environments.begin_episodes(prompts, 1, K, rollout.compute.model, T)
     script, key, sampling = Script(turns, T), jax.random.key(0), rollout.sampling
     sizes = {"completions_per_prompt": K, "prompts_per_pass": len(prompts), "title": "rollout"}
-    completions = complete(rollout, script, prompts, key, sampling, **sizes)
+    completions = sample_completions(rollout, script, prompts, key, sampling, **sizes)
     rewards = reward_completions(rollout, prompts, completions)
     batch = gather_batch(rollout, prompts, completions, *rewards)
     return Talk(prompts, completions, batch, script)

@@ -25,10 +25,10 @@ LOCAL = "sliding_attention"  # a type of layers, as FULL and LINEAR are
 # model_type of a model that also sees images -> the architecture of its text part
 TEXT_PARTS = {"gemma3": "Gemma3ForCausalLM", "qwen3_5": "Qwen3_5ForCausalLM"}
 TEXT_PARTS |= {"qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
-OPENED_WITH_TOWER = ("gemma3",)  # of these, as a language model, by transformers
+OPENED_WITH_TOWER = ("gemma3",)  # those that transformers opens with their vision tower
 SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")  # null: none
 # Keys of config.json with the only value that is supported, which is also the default.
-ONLY: dict[str, Any] = {
+SUPPORTED_VALUES: dict[str, Any] = {
     "hidden_act": "silu",
     "hidden_activation": "gelu_pytorch_tanh",  # of Gemma
     "use_sliding_window": False,
@@ -44,9 +44,9 @@ ONLY: dict[str, Any] = {
 SIZES = ["hidden_size", "intermediate_size", "num_hidden_layers"]
 REQUIRED = [*SIZES, "vocab_size", "num_attention_heads", "rms_norm_eps", "max_position_embeddings"]
 # What a model with experts must have in place of intermediate_size.
-OF_EXPERTS = [name for name in REQUIRED if name != "intermediate_size"]
-OF_EXPERTS += ["moe_intermediate_size", "num_experts_per_tok"]
-Need = Callable[[bool, str, str], None]  # that of parse_config
+REQUIRED_WITH_EXPERTS = [name for name in REQUIRED if name != "intermediate_size"]
+REQUIRED_WITH_EXPERTS += ["moe_intermediate_size", "num_experts_per_tok"]
+Require = Callable[[bool, str, str], None]  # that of parse_config
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -67,16 +67,16 @@ def parse_config(path: Path, file_values: dict[str, Any]) -> ModelConfig:
         method = quantized.get("quant_method", "bitsandbytes")
         raise UserMistake(f"{path}: weights in {method} format are not read; use unquantized ones")
 
-    def need(ok: bool, key: str, supported: str) -> None:
+    def require(ok: bool, key: str, supported: str) -> None:
         if not ok:
             raise UserMistake(f"{path}: {key}={values.get(key)!r} is not supported; {supported} is")
 
     model_types = ", ".join([*FAMILIES, *TEXT_PARTS])
-    need(values.get("model_type") in FAMILIES, "model_type", model_types)
+    require(values.get("model_type") in FAMILIES, "model_type", model_types)
     family = FAMILIES[values["model_type"]]
-    for key, value in ONLY.items():
+    for key, value in SUPPORTED_VALUES.items():
         if key not in family.any_value:
-            need(values.get(key, value) == value, key, json.dumps(value).strip('"'))
+            require(values.get(key, value) == value, key, json.dumps(value).strip('"'))
     for key in family.required:
         if values.get(key) is None:
             raise UserMistake(f"{path} has no {key!r}")
@@ -91,7 +91,7 @@ def parse_config(path: Path, file_values: dict[str, Any]) -> ModelConfig:
     key = "rope_scaling" if "rope_scaling" in values else "rope_parameters"
     rope = config.rope_parameters.get(FULL, config.rope_parameters)
     supported = "default", *family.scaled_rope
-    need(rope["rope_type"] in supported, key, f"rope_type {' or '.join(supported)}")
+    require(rope["rope_type"] in supported, key, f"rope_type {' or '.join(supported)}")
     original = "original_max_position_embeddings"  # transformers would guess it
     if rope["rope_type"] == "llama3" and original not in values[key]:
         raise UserMistake(f"{path}: {key} has no {original!r}")
@@ -111,7 +111,7 @@ def parse_config(path: Path, file_values: dict[str, Any]) -> ModelConfig:
         sees_images=file_values["model_type"] in OPENED_WITH_TOWER,
         **family.fields,
     )
-    return dataclasses.replace(model, **family.read(config, model, need))
+    return dataclasses.replace(model, **family.read(config, model, require))
 
 
 # ---- The families --------------------------------------------------------------------------------
@@ -119,12 +119,12 @@ def parse_config(path: Path, file_values: dict[str, Any]) -> ModelConfig:
 # is known before, with the variant of its layers with full attention.
 
 
-def _mistral(config: Any, model: ModelConfig, need: Need) -> dict[str, Any]:
+def _mistral(config: Any, model: ModelConfig, require: Require) -> dict[str, Any]:
     # Within its sliding window a token sees all others.
     return {"max_positions": min(model.max_positions, config.sliding_window or math.inf)}
 
 
-def _phi3(config: Any, model: ModelConfig, need: Need) -> dict[str, Any]:
+def _phi3(config: Any, model: ModelConfig, require: Require) -> dict[str, Any]:
     """Beyond the original positions longrope has other angles for all tokens of a sequence."""
     rope, scale, positions = config.rope_parameters, 1.0, model.max_positions
     if rope["rope_type"] == "longrope":
@@ -141,12 +141,12 @@ def _phi3(config: Any, model: ModelConfig, need: Need) -> dict[str, Any]:
     }
 
 
-def _smollm3(config: Any, model: ModelConfig, need: Need) -> dict[str, Any]:
+def _smollm3(config: Any, model: ModelConfig, require: Require) -> dict[str, Any]:
     layer_variants = tuple(int(not x) for x in config.no_rope_layers[: model.num_layers])
     return {"variants": (*model.variants, Variant(None)), "layer_variants": layer_variants}
 
 
-def _granite(config: Any, model: ModelConfig, need: Need) -> dict[str, Any]:
+def _granite(config: Any, model: ModelConfig, require: Require) -> dict[str, Any]:
     return {
         "embedding_multiplier": config.embedding_multiplier,
         "query_multiplier": config.attention_multiplier * math.sqrt(model.head_dim),
@@ -155,12 +155,12 @@ def _granite(config: Any, model: ModelConfig, need: Need) -> dict[str, Any]:
     }
 
 
-def _gemma(config: Any, model: ModelConfig, need: Need) -> dict[str, Any]:
+def _gemma(config: Any, model: ModelConfig, require: Require) -> dict[str, Any]:
     """Local layers have a sliding window, and in Gemma 3 a rope of their own; the others are
     global. Only Gemma 2 has softcaps."""
     rope = config.rope_parameters.get(LOCAL, config.rope_parameters)
-    need(rope["rope_type"] == "default", "rope_parameters", f"rope_type default for {LOCAL}")
-    need({*config.layer_types} <= {LOCAL, FULL}, "layer_types", f"{LOCAL} or {FULL}")
+    require(rope["rope_type"] == "default", "rope_parameters", f"rope_type default for {LOCAL}")
+    require({*config.layer_types} <= {LOCAL, FULL}, "layer_types", f"{LOCAL} or {FULL}")
     return {
         "variants": (*model.variants, Variant(_rope(rope), config.sliding_window)),
         "layer_variants": tuple(int(kind == LOCAL) for kind in config.layer_types),
@@ -171,14 +171,14 @@ def _gemma(config: Any, model: ModelConfig, need: Need) -> dict[str, Any]:
     }
 
 
-def _qwen35(config: Any, model: ModelConfig, need: Need) -> dict[str, Any]:
+def _qwen35(config: Any, model: ModelConfig, require: Require) -> dict[str, Any]:
     """A period is linear layers, and then a layer with full attention."""
     is_silu = getattr(config, "output_gate_type", "silu") in ("silu", "swish")
-    need(is_silu, "output_gate_type", "silu")
+    require(is_silu, "output_gate_type", "silu")
     period = [*[LINEAR] * [*config.layer_types, FULL].index(FULL), FULL]
     supported = f"one number of {LINEAR} layers before each {FULL} layer"
     layer_types = period * (model.num_layers // len(period))
-    need(config.layer_types == layer_types, "layer_types", supported)
+    require(config.layer_types == layer_types, "layer_types", supported)
     rotated = model.head_dim * config.rope_parameters.get("partial_rotary_factor", 0.25)
     keys = "num_key_heads num_value_heads key_head_dim value_head_dim conv_kernel_dim".split()
     linear = LinearSizes(*(getattr(config, f"linear_{key}") for key in keys))
@@ -186,20 +186,20 @@ def _qwen35(config: Any, model: ModelConfig, need: Need) -> dict[str, Any]:
     return {"variants": (Variant(rope),), "period": tuple(period), "linear": linear}
 
 
-def _qwen3_moe(config: Any, model: ModelConfig, need: Need) -> dict[str, Any]:
-    return {"moe": _moe(config, need, normed=config.norm_topk_prob)}
+def _qwen3_moe(config: Any, model: ModelConfig, require: Require) -> dict[str, Any]:
+    return {"moe": _moe(config, require, normed=config.norm_topk_prob)}
 
 
-def _qwen35_moe(config: Any, model: ModelConfig, need: Need) -> dict[str, Any]:
-    moe = _moe(config, need, normed=True)._replace(
+def _qwen35_moe(config: Any, model: ModelConfig, require: Require) -> dict[str, Any]:
+    moe = _moe(config, require, normed=True)._replace(
         shared_width=config.shared_expert_intermediate_size
     )
-    return _qwen35(config, model, need) | {"moe": moe}
+    return _qwen35(config, model, require) | {"moe": moe}
 
 
-def _moe(config: Any, need: Need, normed: bool) -> Moe:
+def _moe(config: Any, require: Require, normed: bool) -> Moe:
     experts, top_k = config.num_experts, config.num_experts_per_tok
-    need(0 < top_k <= experts, "num_experts_per_tok", f"1 to {experts} (num_experts)")
+    require(0 < top_k <= experts, "num_experts_per_tok", f"1 to {experts} (num_experts)")
     return Moe(experts, top_k, normed)
 
 
@@ -224,9 +224,9 @@ class Family(NamedTuple):
     """How a family differs from Llama."""
 
     fields: dict[str, Any] = {}  # of its ModelConfig
-    read: Callable[[Any, ModelConfig, Need], dict[str, Any]] = lambda *_: {}  # further fields
+    read: Callable[[Any, ModelConfig, Require], dict[str, Any]] = lambda *_: {}  # further fields
     required: list[str] = REQUIRED
-    any_value: tuple[str, ...] = ()  # keys of ONLY that it does not have to obey
+    any_value: tuple[str, ...] = ()  # keys of SUPPORTED_VALUES that it does not have to obey
     scaled_rope: tuple[str, ...] = ("llama3",)  # types of rope, in addition to default
 
 
@@ -246,11 +246,11 @@ FAMILIES = {  # by model_type
     ),
     "qwen3_5_text": Family(QWEN35, _qwen35, scaled_rope=()),
     # transformers' default of norm_topk_prob is not that of any release.
-    "qwen3_moe": Family({"qk_norm": True}, _qwen3_moe, [*OF_EXPERTS, "norm_topk_prob"]),
+    "qwen3_moe": Family({"qk_norm": True}, _qwen3_moe, [*REQUIRED_WITH_EXPERTS, "norm_topk_prob"]),
     "qwen3_5_moe_text": Family(
         QWEN35 | {"names": FUSED_EXPERTS},
         _qwen35_moe,
-        [*OF_EXPERTS, "num_experts", "shared_expert_intermediate_size"],
+        [*REQUIRED_WITH_EXPERTS, "num_experts", "shared_expert_intermediate_size"],
         scaled_rope=(),
     ),
 }

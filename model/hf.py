@@ -44,17 +44,16 @@ LARGEST_FILE = "5GB"  # of an exported model's weights
 WEIGHTS, ADAPTERS = "model.safetensors", "adapter_model.safetensors"
 TEMPLATES = "additional_chat_templates"  # a folder with named chat templates, such as tool_use
 # A tokenizer may have this many tokens more than the model has rows, such as a trainer's [PAD].
-MORE_TOKENS = 16
+MAX_EXTRA_TOKENS = 16
 MARKERS = ("config.json", "adapter_config.json")  # of a complete folder: a model, or adapters
 EXPORTED = "exported_from.json"  # marks an exported model, which a later export may replace
-# Checkpoints of multimodal models: OF_TEXT matches the prefix of text tensors, from which
-# "language_model." is stripped; NOT_READ are the prefixes of tensors that are not read, of the
-# vision tower and of Qwen3.5's multi-token prediction (MTP).
-OF_TEXT, MTP = re.compile(r"^(base_model\.model\.)?(model\.)?language_model\."), "mtp."
-NOT_READ = ("vision_tower.", "multi_modal_projector.", "model.visual.", MTP)
+# Checkpoints of multimodal models: from the names of text tensors "language_model." is stripped;
+# the tensors of the vision tower and of Qwen3.5's multi-token prediction (MTP) are not read.
+TEXT_PREFIX, MTP = re.compile(r"^(base_model\.model\.)?(model\.)?language_model\."), "mtp."
+UNREAD_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.visual.", MTP)
 # Keys of config.json about tensors and code that an export leaves out: of MTP (some models call it
 # nextn), and of Python files.
-LEFT_OUT = re.compile("mtp|nextn|auto_map")
+DROPPED_KEYS = re.compile("mtp|nextn|auto_map")
 
 
 def fetch_model(path: str, revision: str = "", files: list[str] = MODEL_FILES) -> Path:
@@ -94,7 +93,7 @@ def read_model(folder: Path, chat_template: str) -> tuple[ModelConfig, Any]:
 def check_weights(folder: Path, model: ModelConfig, num_tokens: int) -> None:
     """Raises UserMistake unless the folder's weights are those of the model and of its tokenizer,
     which has this number of tokens."""
-    if num_tokens > model.vocab_size + MORE_TOKENS:
+    if num_tokens > model.vocab_size + MAX_EXTRA_TOKENS:
         raise UserMistake(
             f"MODEL_PATH={folder}: its tokenizer has {num_tokens} tokens, its config.json "
             f"vocab_size={model.vocab_size}; they are of two models"
@@ -300,7 +299,7 @@ def save_model(
     values["eos_token_id"] = [*stop_ids]  # a base model may only name the end of a text
     (folder / generation.name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     values = text_values(read_json(source / "config.json"))
-    values = {key: value for key, value in values.items() if not LEFT_OUT.search(key)}
+    values = {key: value for key, value in values.items() if not DROPPED_KEYS.search(key)}
     # For transformers 5 and for earlier ones.
     values |= {"dtype": dtype.name, "torch_dtype": dtype.name}
     values = older_rope_keys(values) | values
@@ -364,9 +363,9 @@ def open_tensors(folder: Path, table: Params) -> dict[str, Any]:
     """The tensors of a folder by name, of which nothing is read yet. Raises UserMistake for tensors
     that are not those of the table."""
     handles = open_files(folder, ADAPTERS if table.embed is None else WEIGHTS)
-    are_read = [name for name in handles if not name.startswith(NOT_READ)]
+    are_read = [name for name in handles if not name.startswith(UNREAD_PREFIXES)]
     expected = _tensor_shapes(table)
-    shorter = {name: name if name in expected else OF_TEXT.sub(r"\1\2", name) for name in are_read}
+    shorter = {x: x if x in expected else TEXT_PREFIX.sub(r"\1\2", x) for x in are_read}
     tensors = {shorter[name]: handles[name] for name in are_read}
     known = {"F64", "F32", "F16", "BF16", "I64", "BOOL"}  # the last two are of buffers
     if unread := {tensor.get_dtype() for tensor in tensors.values()} - known:

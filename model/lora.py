@@ -36,12 +36,14 @@ from model.params import (
 
 CONFIG = "adapter_config.json"
 # Keys of adapter_config.json that ask for more than plain LoRA.
-BEYOND = """bias use_dora use_rslora lora_bias fan_in_fan_out rank_pattern alpha_pattern
+UNSUPPORTED_KEYS = """bias use_dora use_rslora lora_bias fan_in_fan_out rank_pattern alpha_pattern
     modules_to_save layers_to_transform target_parameters trainable_token_indices
     alora_invocation_tokens""".split()
 # Other values of init_lora_weights change the base.
-KEEP_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
-NEEDED = dict(base_model_name_or_path=str, r=int, lora_alpha=int | float, target_modules=list | str)
+SUPPORTED_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
+REQUIRED_KEYS = dict(
+    base_model_name_or_path=str, r=int, lora_alpha=int | float, target_modules=list | str
+)
 
 
 # ---- Which matrices get adapters -----------------------------------------------------------------
@@ -130,10 +132,10 @@ def _lora_of_folder(cfg: LoraSettings, adapters: Path) -> Lora:
 def _read_config(folder: Path) -> dict[str, Any]:
     """The values of adapter_config.json. Raises UserMistake for anything but plain LoRA."""
     values = hf.read_json(folder / CONFIG)
-    plain = {name: values.get(name) in (None, False, "none", [], {}) for name in BEYOND}
+    plain = {name: values.get(name) in (None, False, "none", [], {}) for name in UNSUPPORTED_KEYS}
     plain["peft_type"] = values.get("peft_type") == "LORA"
-    plain["init_lora_weights"] = values.get("init_lora_weights") in KEEP_BASE
-    for name, kind in NEEDED.items():
+    plain["init_lora_weights"] = values.get("init_lora_weights") in SUPPORTED_INITS
+    for name, kind in REQUIRED_KEYS.items():
         plain[name] = bool(values.get(name)) and isinstance(values[name], kind)
     for name, is_plain in plain.items():
         if not is_plain:

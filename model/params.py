@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Format, Layout
+from jax.experimental.layout import Format
+from jax.experimental.layout import Layout as MemoryLayout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
@@ -175,14 +176,14 @@ class Layers:
 
 
 # Fields and kinds of leaves that are float32 in each copy of the weights, as in files of Qwen3.5.
-KEPT_FLOAT32 = ("a_log", "out_norm")
+ALWAYS_FLOAT32 = ("a_log", "out_norm")
 
 
 def cast(weights: Any, dtype: DTypeLike) -> Any:
-    """The arrays of a part of Params in this dtype, but for KEPT_FLOAT32 and those of an Int8."""
+    """The arrays of a part of Params in this dtype, but for ALWAYS_FLOAT32 and those of an Int8."""
 
     def cast_array(path: Any, x: jax.Array) -> jax.Array:
-        is_kept = getattr(path[-1], "name", "") in (*KEPT_FLOAT32, *Int8._fields)
+        is_kept = getattr(path[-1], "name", "") in (*ALWAYS_FLOAT32, *Int8._fields)
         return x if is_kept else x.astype(dtype)
 
     return jax.tree_util.tree_map_with_path(cast_array, weights)
@@ -243,7 +244,7 @@ class Leaf:
 
     def dtype(self, dtype: DTypeLike) -> DTypeLike:
         """The dtype of the array in a copy of the weights in this dtype."""
-        return jnp.float32 if self.kind in KEPT_FLOAT32 else dtype
+        return jnp.float32 if self.kind in ALWAYS_FLOAT32 else dtype
 
 
 def param_table(model: ModelConfig, layer_loop: str = "scan") -> Params:
@@ -288,10 +289,10 @@ def _leaves_at(model: ModelConfig, index: int) -> Layers:
 
     L, leaf = len(numbers), functools.partial(Leaf, layers=numbers)
 
-    def split_out(n_in: int, n_out: int, name: str) -> Leaf:  # tp splits the outputs
+    def column_parallel(n_in: int, n_out: int, name: str) -> Leaf:  # tp splits the outputs
         return leaf((L, n_in, n_out), (None, "fsdp", "tp"), f"{block}{name}.weight", True)
 
-    def split_in(n_in: int, n_out: int, name: str) -> Leaf:
+    def row_parallel(n_in: int, n_out: int, name: str) -> Leaf:  # tp splits the inputs
         return leaf((L, n_in, n_out), (None, ("tp", "fsdp"), None), f"{block}{name}.weight", True)
 
     def vector(size: int, name: str, kind: str = "norm", axis: Axis = None) -> Leaf:
@@ -304,11 +305,11 @@ def _leaves_at(model: ModelConfig, index: int) -> Layers:
         channels = 2 * sizes.key_heads * sizes.key_dim + width
         taps = (L, channels, 1, sizes.taps), (None, "tp", None, None)
         leaves = {
-            "wo": split_in(width, D, attn + "out_proj"),
-            "in_qkv": split_out(D, channels, attn + "in_proj_qkv"),
-            "in_z": split_out(D, width, attn + "in_proj_z"),
-            "in_b": split_out(D, heads, attn + "in_proj_b"),
-            "in_a": split_out(D, heads, attn + "in_proj_a"),
+            "wo": row_parallel(width, D, attn + "out_proj"),
+            "in_qkv": column_parallel(D, channels, attn + "in_proj_qkv"),
+            "in_z": column_parallel(D, width, attn + "in_proj_z"),
+            "in_b": column_parallel(D, heads, attn + "in_proj_b"),
+            "in_a": column_parallel(D, heads, attn + "in_proj_a"),
             "taps": leaf(*taps, f"{block}{attn}conv1d.weight", kind="taps"),
             "a_log": vector(heads, attn + "A_log", "a_log", "tp"),
             "dt_bias": vector(heads, attn + "dt_bias", "dt_bias", "tp"),
@@ -318,8 +319,8 @@ def _leaves_at(model: ModelConfig, index: int) -> Layers:
         attn, h = "self_attn.", model.head_dim
         query_width, kv_width = model.num_heads * h, model.num_kv_heads * h
         widths = {"q": (1 + model.output_gate) * query_width, "k": kv_width, "v": kv_width}
-        leaves = {f"w{x}": split_out(D, n, f"{attn}{x}_proj") for x, n in widths.items()}
-        leaves["wo"] = split_in(query_width, D, attn + "o_proj")
+        leaves = {f"w{x}": column_parallel(D, n, f"{attn}{x}_proj") for x, n in widths.items()}
+        leaves["wo"] = row_parallel(query_width, D, attn + "o_proj")
         if model.qkv_bias:
             bias = functools.partial(vector, kind="bias", axis="tp")
             leaves |= {f"b{x}": bias(n, f"{attn}{x}_proj.bias") for x, n in widths.items()}
@@ -331,10 +332,12 @@ def _leaves_at(model: ModelConfig, index: int) -> Layers:
         "attn_norm": vector(D, "input_layernorm.weight"),
         "mlp_norm": vector(D, "post_attention_layernorm.weight"),
     }
-    of, mlp, width = ("shared_", "mlp.shared_expert.", moe.shared_width) if moe else ("", "mlp.", F)
+    prefix, mlp, width = "", "mlp.", F
+    if moe:
+        prefix, mlp, width = "shared_", "mlp.shared_expert.", moe.shared_width
     if width:
-        leaves |= {of + x: split_out(D, width, f"{mlp}{x}_proj") for x in ("gate", "up")}
-        leaves[of + "down"] = split_in(width, D, mlp + "down_proj")
+        leaves |= {prefix + x: column_parallel(D, width, f"{mlp}{x}_proj") for x in ("gate", "up")}
+        leaves[prefix + "down"] = row_parallel(width, D, mlp + "down_proj")
     if moe:  # tp splits the experts
         wide, narrow = (L, moe.experts, D, F), (L, moe.experts, F, D)
         shapes = {"gate": wide, "up": wide, "down": narrow}
@@ -436,7 +439,7 @@ def param_formats(model: ModelConfig, mesh: Mesh, layer_loop: str = "scan") -> P
     def format_of(x: jax.ShapeDtypeStruct) -> Sharding | Format:
         large = x.ndim > 1 and min(x.sharding.shard_shape(x.shape)[-2:]) >= 128
         by_rows = large and mesh.devices.flat[0].platform == "tpu"
-        return Format(Layout(tuple(range(x.ndim))), x.sharding) if by_rows else x.sharding
+        return Format(MemoryLayout(tuple(range(x.ndim))), x.sharding) if by_rows else x.sharding
 
     return jax.tree.map(format_of, abstract_params(model, mesh, jnp.float32, layer_loop))
 

@@ -1,7 +1,8 @@
 """The optimizer: its state, one step of it, and the learning rate.
 
 A step clips the gradient to a global norm, applies one of optax's rules and the weight decay, and
-multiplies by the learning rate. If the loss or a norm is not finite, the step is not applied.
+multiplies by the learning rate. If the loss or a norm is not finite, the step is not applied: the
+program compute_norms finds out, and apply_update then computes the update again, in place.
 """
 
 import functools
@@ -96,9 +97,9 @@ def next_state(
 def compute_norms(
     state: TrainState, grads: Params, lr: jax.Array, optimizer: Optimizer, model: ModelConfig
 ) -> dict[str, jax.Array]:
-    """The norms of next_state, in a separate program, because a non-finite norm must leave the old
-    state intact. A single program that selects the state would need a quarter more memory on a TPU
-    with jnp.where, and a third more on eight TPUs with lax.cond."""
+    """The norms of next_state. apply_update computes the update a second time, because a non-finite
+    norm must leave the old state intact: a single program that selects the state would need a
+    quarter more memory on a TPU with jnp.where, and a third more on eight TPUs with lax.cond."""
     return next_state(state, grads, lr, optimizer, model)[1]
 
 

@@ -106,8 +106,11 @@ def lock_folder(folder: Path, name: str) -> None:
 
 
 def write_run(out: Path, progress: Progress, has_saved: bool) -> None:
-    """Writes RUN, on process 0: which run it is, and `has_saved`, in case that a copy of the folder
-    lacks hidden files; and SAVED, or removes that of a run before it. Raises Unwritable."""
+    """Writes run.json, on process 0: which run it is, and has_saved. The file SAVED, which is made
+    or removed, says the latter as well, but is hidden: copies may lack it. Raises Unwritable.
+
+    has_saved: a checkpoint was complete once, or the run is done.
+    """
     values = {name: getattr(progress, name) for name in RUN_VALUES} | {"has_saved": has_saved}
     if jax.process_index() == 0:
         with writing(out):

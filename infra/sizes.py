@@ -264,8 +264,8 @@ def turn_width(longest: int, limit: int) -> int:
     """The padded length of the prompts of a later turn, which contain the turns before: up to
     `longest` tokens, of which all but the last are padded to a power of two.
 
-    limit: the tokens of the longest prompt and the longest completion of the run together, which
-    only the text of an environment exceeds.
+    limit: the tokens of the run's longest prompt and a completion of MAX_LENGTH_SAMPLE tokens. Only
+    prompts to which an environment adds text are longer.
     """
     width = 2 ** math.ceil(math.log2(max(longest - 1, 16))) + 1
     return limit if longest <= limit < width else width

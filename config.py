@@ -60,7 +60,7 @@ ANY_SIZES = PASS_SIZES + STEP_SIZES
 MICRO_SETTINGS = (*MICRO_SIZES, "grad_accum_steps")
 # Pairs (names, hidden): if a layer sets one of the names, lower layers lose all settings in hidden.
 SYNONYMS = [(names, names) for names in (PASS_SIZES, STEP_SIZES, MICRO_SETTINGS)]
-TINY_YIELDS = [  # any size that the user sets hides those of recipes/tiny.yaml
+TINY_SYNONYMS = [  # any size that the user sets hides those of recipes/tiny.yaml
     (ANY_SIZES, ANY_SIZES + MICRO_SIZES),
     (("num_pre_q", "num_mini_batches", *MICRO_SETTINGS), MICRO_SIZES),
 ]
@@ -404,7 +404,7 @@ def read_layers(
             empty.pop("model_path", None)
         lower = read_yaml(TINY, Config, mistakes)
         layers = dict.fromkeys(lower, TINY_LAYER) | layers
-        settings = overlay_layers(settings, lower, TINY_YIELDS)
+        settings = overlay_layers(settings, lower, TINY_SYNONYMS)
     lines = customize(settings, layers) if customize else []
     cfg = Config(**settings)
     mistaken = "\n".join(mistakes).upper()

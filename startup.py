@@ -177,7 +177,7 @@ def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
         if function.prepare:
             function.prepare(run.rollout.chat_format, scored)
     if not example:
-        note_untold_tags(run)
+        note_prompts_without_tags(run)
         # An environment reads all columns: the same text may begin different episodes.
         data.print_repeats(
             run.train_prompts, run.eval_prompts, cfg.dataset, bool(cfg.environment_class)
@@ -437,7 +437,7 @@ def raise_if_no_number(dataset: str, split: str, answers: list[str]) -> None:
         print(f"note: {share} {reason}", flush=True)
 
 
-def note_untold_tags(run: Run) -> None:
+def note_prompts_without_tags(run: Run) -> None:
     """Prints how many prompts do not ask for the tags that a reward function counts."""
     cfg, rollout = run.cfg, run.rollout
     weights = zip(rollout.functions, rollout.reward_weights, strict=True)

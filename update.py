@@ -147,10 +147,10 @@ def micro_step(
     grads, metrics = jax.grad(compute_loss, has_aux=True)(trainable_params(weights))
     shardings = param_shardings(compute.model, compute.layout.mesh, compute.layer_loop)
     grads = jax.lax.with_sharding_constraint(grads, trainable_params(shardings))
-    return _add(grad_sum, grads), metrics
+    return _accumulate(grad_sum, grads), metrics
 
 
-def _add(grad_sum: Params | None, grads: Params) -> Params:
+def _accumulate(grad_sum: Params | None, grads: Params) -> Params:
     """The float32 sum, with stacked layers. grads: with stacked or with unrolled layers."""
 
     def add(g: Any, total: Any = None) -> Any:

@@ -28,10 +28,10 @@ from infra.mistakes import Unwritable, UserMistake
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 HEARTBEAT_TIMEOUT_S = 30  # a process that is silent for so many seconds counts as dead
 # The errors of failed writes. One without the name of a file may be of stdout, which is then tried.
-OF_THE_LOG = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
-OF_THE_LOG |= {errno.EAGAIN, errno.ESTALE, errno.EROFS}
+WRITE_ERRNOS = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
+WRITE_ERRNOS |= {errno.EAGAIN, errno.ESTALE, errno.EROFS}
 # The number of processes, as jax, MaxText, MPIs, torchrun, Horovod and SkyPilot call it.
-COUNTS = """JAX_NUM_PROCESSES JAX_PROCESS_COUNT NNODES OMPI_COMM_WORLD_SIZE PMI_SIZE
+COUNT_VARIABLES = """JAX_NUM_PROCESSES JAX_PROCESS_COUNT NNODES OMPI_COMM_WORLD_SIZE PMI_SIZE
     MV2_COMM_WORLD_SIZE WORLD_SIZE LOCAL_WORLD_SIZE HOROVOD_SIZE FLUX_JOB_SIZE JSM_NAMESPACE_SIZE
     SKYPILOT_NUM_NODES""".split()
 
@@ -137,7 +137,7 @@ def raise_if_launched_with_others() -> None:
     env = os.environ
     # srun may set PMI_SIZE; with SLURM_STEP_NUM_TASKS=1 each of its tasks is a run of its own.
     tasks = env.get("SLURM_NTASKS") if "SLURM_STEP_NUM_TASKS" in env else None
-    seen = [name for name in COUNTS if env.get(name, "") not in ("", "0", "1", tasks)]
+    seen = [name for name in COUNT_VARIABLES if env.get(name, "") not in ("", "0", "1", tasks)]
     seen += [name for name in ("JAX_COORDINATOR_IP", "JAX_PROCESS_ID") if env.get(name)]
     if seen and env.get("JAX_NUM_PROCESSES") != "1":
         raise UserMistake(
@@ -344,7 +344,7 @@ def exiting_on_error() -> Iterator[None]:
             end_process(1, error.code or "")
         if isinstance(error, UserMistake):
             end_process(2, "\n".join(f"error: {line}" for line in str(error).splitlines()))
-        if isinstance(error, OSError) and error.errno in OF_THE_LOG and not error.filename:
+        if isinstance(error, OSError) and error.errno in WRITE_ERRNOS and not error.filename:
             try:
                 print(flush=True)
             except OSError as failure:

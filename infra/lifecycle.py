@@ -43,11 +43,12 @@ class Lifecycle:
     review: Callable[[str, str], dict[str, Any]]  # gets state and reason, see infra/log.py
     began: float  # time.perf_counter() at the start
     stop_signal: StopSignal
-    max_hours: float = 0.0  # MAX_HOURS; these five: see limit_hours
+    # Set by limit_hours:
+    max_hours: float = 0.0  # MAX_HOURS; 0: no limit
     first_step: int = 0  # of this start
     export_s: float = 0.0  # expected
-    wait_s: float = 0.0  # the longest time between two calls of is_late; it decays by 0.8 per step
-    asked: float = 0.0  # the time.monotonic() of the last call
+    last_check: float = 0.0  # the time.monotonic() of the last call of is_late
+    wait_s: float = 0.0  # the longest time between two of these calls; it decays by 0.8 per step
 
     def claim_folder(self, arrays: Any) -> None:
         """Writes run.json, which names the owner of the folder, before the first record. A fork
@@ -84,9 +85,9 @@ class Lifecycle:
         if progress.accuracy is not None and progress.accuracy > progress.best_accuracy:
             progress.best_step, progress.best_accuracy = progress.step, progress.accuracy
         progress.lengths, had_saved = self.log.file_lengths(), self.checkpoints.newest >= 0
-        self.is_late()  # the seconds of a save are no wait between two calls
+        self.is_late()  # wait_s leaves out the seconds of this save
         self.checkpoints.save(arrays, progress)
-        self.asked = time.monotonic()
+        self.last_check = time.monotonic()
         if self.checkpoints.newest >= 0 and not had_saved:
             write_run(self.out, progress, has_saved=True)
 
@@ -130,7 +131,8 @@ class Lifecycle:
         weights took. saved: the arrays of a checkpoint. exported: those that are exported, with at
         least itemsize bytes for each number, also of an int8 base.
         """
-        self.max_hours, self.first_step, self.asked = hours, self.progress.step, time.monotonic()
+        self.max_hours, self.first_step = hours, self.progress.step
+        self.last_check = time.monotonic()
         self.checkpoints.save_s, write_s = (
             sum(x.size * max(x.dtype.itemsize, min_itemsize) for x in jax.tree.leaves(tree))
             / SLOW_DISK
@@ -145,7 +147,7 @@ class Lifecycle:
     def is_late(self) -> bool:
         """Whether the run has to stop now. StopSignal asks before each pass and each update."""
         now = time.monotonic()
-        self.wait_s, self.asked = max(self.wait_s, now - self.asked), now
+        self.wait_s, self.last_check = max(self.wait_s, now - self.last_check), now
         self.checkpoints.measure_save()
         # The evaluation of the complete split may take longer.
         is_done = self.progress.step == self.steps and not self.evaluation_is_due()

@@ -267,13 +267,13 @@ def number(kind: type, text: str, label: str, limits: Mapping[str, float]) -> in
     return value
 
 
-def overlay_layers(upper: dict, lower: dict, rivals: Sequence[tuple[Sequence, Sequence]]) -> dict:
+def overlay_layers(upper: dict, lower: dict, synonyms: Sequence[tuple[Sequence, Sequence]]) -> dict:
     """`lower`, replaced by `upper` wherever `upper` has a value.
 
-    rivals: pairs of names (set, hidden). If `upper` sets one of the first names, then all of the
+    synonyms: pairs of names (set, hidden). If `upper` sets one of the first names, then all of the
     second names are removed from `lower`.
     """
-    hidden = {name for names, rest in rivals if any(map(upper.get, names)) for name in rest}
+    hidden = {name for names, rest in synonyms if any(map(upper.get, names)) for name in rest}
     return {name: value for name, value in lower.items() if name not in hidden} | upper
 
 

@@ -50,7 +50,7 @@ def stops_at(life: Lifecycle, clock: SimpleNamespace) -> float:
     """The second from which the next question of raise_if_stopped stops the run."""
     before = clock.now
     for clock.now in range(int(before), 3601):
-        life.asked = clock.now  # without a wait between two questions
+        life.last_check = clock.now  # without a wait between two questions
         try:
             life.stop_signal.raise_if_stopped()
         except StopRequested as request:
@@ -77,7 +77,7 @@ def test_the_run_stops_before_1_25_times_the_measured_seconds_of_its_end_and_10_
     life.checkpoints.saving = 3  # a save in the background, for which the last one waits
     assert stops_at(life, clock) == 3600 - 10 - 1.25 * (8 + 12 + 2 * 16)
     life.checkpoints.saving = -1
-    life.asked, clock.now = 100.0, 140.0  # an update that takes 40 seconds
+    life.last_check, clock.now = 100.0, 140.0  # an update that takes 40 seconds
     life.stop_signal.raise_if_stopped()
     assert stops_at(life, clock) == 3600 - 10 - 1.25 * (8 + 12 + 16 + 40)
     life.finish_step(1, "")
@@ -157,7 +157,7 @@ def test_after_the_tenth_step_a_line_says_how_many_steps_fit(
     life.log.record_metrics(0, {"time/eval/step_s": evaluation})
     for step in range(12):
         clock.now += seconds + 100 * (step == 0)
-        life.asked = clock.now
+        life.last_check = clock.now
         life.log.record_metrics(step, {log.STEP_S: seconds + 100 * (step == 0)})
         assert capsys.readouterr().out == ""
         life.finish_step(1, "")

@@ -48,7 +48,7 @@ from sampling import NaiveBackend, Stopping, prefill
 from startup import set_up
 from tools.bench import make_random_model
 from tools.plan import known_config
-from update import _add, compute_logps_and_entropies
+from update import _accumulate, compute_logps_and_entropies
 
 # ---- The reference -------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ def test_gradients_of_stacked_and_of_unrolled_layers_add_up_to_stacked_ones(
     ones = jax.tree.map(lambda leaf: np.ones(leaf.shape, np.float32), param_table(model))
     for grads in (ones, arrange_layers(ones, "unroll", np.float32)):
         for total, expected in ((None, 1), (ones, 2)):
-            added = _add(total, grads)
+            added = _accumulate(total, grads)
             assert jax.tree.structure(added) == jax.tree.structure(ones)
             assert all((x == expected).all() for x in jax.tree.leaves(added))
 

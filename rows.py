@@ -44,7 +44,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from infra.sizes import completions_per_prompt_in_shard, prompt_width
+from infra.sizes import next_multiple, prompt_width, widest_row
 
 # S and C have few values, so that few programs are compiled: between two powers of two there are at
 # most GRID_VALUES, and they are at least S_STEP or C_STEP apart. Where C is above LONG_C, the step
@@ -155,11 +155,9 @@ class RowLimits(NamedTuple):
     def widest(self) -> RowShape:
         """The shape of a row with a shard's full-length sequences and their prompts. No row has
         more slots (S + C) or more for completions (C); one with a smaller C may have a larger S."""
-        count = self.full_length_sequences_per_shard
-        prompts = count // completions_per_prompt_in_shard(self.completions_per_prompt, count)
-        sizes = self.longest_prompt_slots, count // prompts * self.max_length_sample
-        in_chunks = (prompts * next_multiple(size, self.chunk) for size in sizes)
-        S, C = (next_multiple(size, self.unit) for size in in_chunks)
+        count, K = self.full_length_sequences_per_shard, self.completions_per_prompt
+        lengths = self.longest_prompt_slots, self.max_length_sample
+        S, C = widest_row(count, K, *lengths, chunk=self.chunk, unit=self.unit)
         return RowShape(S, C, SHORT_SEQUENCES * count, self.chunk)
 
 
@@ -247,10 +245,6 @@ def round_to_grid(n: int, step: int) -> int:
     half_power = 2 ** math.ceil(math.log2(max(n, 1))) // 2
     step = max(half_power // GRID_VALUES, step)
     return max(math.ceil(n / step), 1) * step
-
-
-def next_multiple(n: int, step: int) -> int:
-    return math.ceil(n / step) * step
 
 
 def prompt_slots(batch: Batch, prompt: int, shape: RowShape) -> int:

@@ -51,7 +51,7 @@ class Sizes(NamedTuple):
     prompt_batch_size: int  # prompts per pass per process
     passes_per_step: int
     # Sequences of full length per micro-step per process. It bounds the slots of packed rows (see
-    # RowLimits.widest in rows.py), of which short sequences need fewer.
+    # widest_row), of which short sequences need fewer.
     micro_batch_size: int
     grad_accum_steps: int  # the largest number of micro-steps of an update
     prompts_per_step: int  # P: prompts per step over all processes
@@ -274,3 +274,21 @@ def turn_width(longest: int, limit: int) -> int:
 def completions_per_prompt_in_shard(completions_per_prompt: int, sequences_per_shard: int) -> int:
     """The number of consecutive sequences of a shard that have the same prompt."""
     return math.gcd(completions_per_prompt, sequences_per_shard)
+
+
+def widest_row(
+    sequences: int, completions_per_prompt: int, S: int, T: int, *, chunk: int, unit: int
+) -> tuple[int, int]:
+    """The slots for prompts and for completions in a packed row of this number of completions, all
+    of T tokens, and their prompts, all of S tokens. No row of a run has more slots in all.
+
+    chunk, unit: see RowLimits in rows.py.
+    """
+    prompts = sequences // completions_per_prompt_in_shard(completions_per_prompt, sequences)
+    in_chunks = (prompts * next_multiple(n, chunk) for n in (S, sequences // prompts * T))
+    prompt_slots, completion_slots = (next_multiple(n, unit) for n in in_chunks)
+    return prompt_slots, completion_slots
+
+
+def next_multiple(n: int, step: int) -> int:
+    return math.ceil(n / step) * step

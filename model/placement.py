@@ -16,7 +16,7 @@ import numpy as np
 
 from infra.chips import CHIPS, chip_of, has_bfloat16, usable_memory_bytes
 from infra.mistakes import UserMistake
-from infra.sizes import Sizes, completions_per_prompt_in_shard
+from infra.sizes import Sizes, widest_row
 from model.layout import (
     ROLLOUT_BATCH_AXES,
     TRAIN_BATCH_AXES,
@@ -95,10 +95,8 @@ def plan_compute(
     layout = Layout(mesh, TRAIN_BATCH_AXES)
     processes, T = len(devices) // devices_per_process(devices), cfg.max_length_sample
     sequences = sizes.micro_batch_size * processes // layout.batch_shards  # of the widest row
-    prompts = sequences // completions_per_prompt_in_shard(cfg.num_pre_q, sequences)
-    chunk = CHUNK if model.linear else 1  # as in RowLimits.widest
-    tokens = [prompts * -(-n // chunk) * chunk for n in (S, sequences // prompts * T)]
-    row_tokens = sum(-(-n // LANES) * LANES for n in tokens)
+    chunk = CHUNK if model.linear else 1
+    row_tokens = sum(widest_row(sequences, cfg.num_pre_q, S, T, chunk=chunk, unit=LANES))
     impl = choose_attention(cfg.attention_impl, model, platform, mesh.shape["tp"], row_tokens, T)
     training = ComputeConfig(
         model,

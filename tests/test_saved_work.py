@@ -13,8 +13,9 @@ from safetensors.numpy import load_file
 from small_model import TINY_QWEN35, batch_of, stopping_model
 
 import update
+from infra.sizes import next_multiple
 from metrics import merge_updates
-from rows import Batch, RowLimits, RowShape, next_multiple
+from rows import Batch, RowLimits, RowShape
 from update import rescale_to_all_tokens
 
 COMPUTED = "throughput/update/computed_per_token"

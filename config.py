@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from infra import sizes
-from infra.environment import describe_newer_packages
 from infra.mistakes import UserMistake, describe_ignored_names, exit_with_mistakes, reading
+from infra.packages import describe_newer_packages
 from infra.settings import (
     MESH,
     REPO,

@@ -1,4 +1,4 @@
-"""infra/environment.py: an environment in which a run would break is refused early."""
+"""Claims about infra/packages.py: packages with which a run would break are refused early."""
 
 import os
 import subprocess
@@ -10,9 +10,9 @@ import pytest
 from runs import REPO
 
 import config
-from infra import environment
-from infra.environment import describe_newer_packages
+from infra import packages
 from infra.mistakes import UserMistake
+from infra.packages import describe_newer_packages
 
 
 def install(folder: Path, *packages: str) -> None:
@@ -79,7 +79,7 @@ def test_a_missing_package_counts_and_without_packaging_or_the_file_nothing_is_c
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = tmp_path / "requirements.txt"
-    monkeypatch.setattr(environment, "REQUIREMENTS", wanted)
+    monkeypatch.setattr(packages, "REQUIREMENTS", wanted)
     assert describe_newer_packages() == []
     lines = ("# a comment", "-r other.txt", "no-such-package>=1.0,<2  # why", "git+https://a/b")
     elsewhere = 'numpy>=99; sys_platform == "nowhere"'
@@ -103,7 +103,7 @@ def test_a_package_that_imports_and_tells_no_version_is_not_missing(
 ) -> None:
     wanted, folder = tmp_path / "requirements.txt", tmp_path / "alone"
     wanted.write_text(f"{package}>=1.0,<2")
-    monkeypatch.setattr(environment, "REQUIREMENTS", wanted)
+    monkeypatch.setattr(packages, "REQUIREMENTS", wanted)
     monkeypatch.setattr(sys, "path", [str(folder)])
     monkeypatch.setattr(sys, "path_importer_cache", {})
     for name in {"yaml", "orbax"} & sys.modules.keys():
@@ -125,7 +125,7 @@ def test_where_the_engine_is_installed_its_bounds_replace_those_of_the_same_pack
     files[0].write_text("jax>=0.11.1,<0.13\njinja2>=3.1,<4")
     files[1].write_text("jax>=0.10.0,<0.11\njinja2")
     for name, file in zip(("REQUIREMENTS", "OF_ENGINE"), files, strict=True):
-        monkeypatch.setattr(environment, name, file)
+        monkeypatch.setattr(packages, name, file)
     install(tmp_path, "jax==0.10.2", "jinja2==3.1.6")
     monkeypatch.syspath_prepend(tmp_path)
     words = "packages are too old or missing: jax 0.10.2 (needed: >=0.11.1); run pip install -r "

@@ -66,10 +66,12 @@ TINY_SYNONYMS = [  # any size that the user sets hides those of recipes/tiny.yam
 ]
 
 ANSWER_TAGS = r"(?!(\w+),\1$)[A-Za-z]\w*,[A-Za-z]\w*"  # a pattern of ANSWER_TAGS
+# The functions of rewards.py that read these tags. (It needs NumPy, and this file no package.)
 TAG_READERS = ("reward_correct", "exact_match", "reward_format", "tag_count_reward")
 
 # `setting_field` for each group in YAML. A resumed run may change the settings that are not
-# fixed_on_resume, as long as its files, prompts and sizes stay the same.
+# fixed_on_resume, as long as its files, prompts and sizes stay the same; free_in_GROUP makes such a
+# setting in a group whose other settings are fixed.
 in_model = functools.partial(setting_field, "model", fixed_on_resume=False)
 in_lora = functools.partial(setting_field, "model")
 in_data = functools.partial(setting_field, "data", fixed_on_resume=False)

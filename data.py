@@ -26,7 +26,7 @@ SUFFIXES = (".jsonl", ".json", ".parquet")
 # DATASET_CONFIG, if it is empty, of hub datasets with several configurations and no default.
 HUB_CONFIGS = {"openai/gsm8k": "main"}
 REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "environments", "trainer_state")
-BATCH = 1000  # examples that are rendered and tokenized at once; each needs about 40 kB for it
+TOKENIZED_AT_ONCE = 1000  # examples; each needs about 40 kB while it is tokenized
 HELD_OUT = 0.1  # fraction of a single file that is held out for evaluation
 OBJECT = 'JSON object such as {"question": "1 + 1?", "answer": "2"}'
 
@@ -360,8 +360,8 @@ def build_prompts(
     """
     prompts: list[Prompt] = []
     with progress_bar("tokenizing", len(examples), "prompts") as bar:
-        for start in range(0, len(examples), BATCH):
-            batch = examples[start : start + BATCH]
+        for start in range(0, len(examples), TOKENIZED_AT_ONCE):
+            batch = examples[start : start + TOKENIZED_AT_ONCE]
             chats = checked_chats([chat_format.messages_of(x) for x in batch], chat_format)
             ids = tokenize(chat_format.render(chats), chat_format, vocab_size)
             prompts += map(Prompt, ids, batch)

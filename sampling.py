@@ -148,14 +148,14 @@ def sync_weights(compute: ComputeConfig) -> Callable[[Params], Params]:
 
     The meshes of training and of the rollout have to list the devices in the same order.
     """
-    part = trainable_params if compute.shares_base else lambda params: params
+    select = trainable_params if compute.shares_base else lambda params: params
 
     def copy(params: Params) -> Params:
-        params = cast(part(params), compute.dtype)
+        params = cast(select(params), compute.dtype)
         return arrange_layers(params, compute.layer_loop, compute.dtype)
 
     formats = param_formats(compute.model, compute.layout.mesh, compute.layer_loop)
-    return jax.jit(copy, out_shardings=part(formats))
+    return jax.jit(copy, out_shardings=select(formats))
 
 
 # ---- Decoding ------------------------------------------------------------------------------------

@@ -137,6 +137,7 @@ def gather_to_host(x: jax.Array) -> np.ndarray:
 
 
 def constrain(x: jax.Array, layout: Layout, *axes: Axis) -> jax.Array:
+    """x with its dimensions split over these mesh axes; those that are left out are not split."""
     return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, PartitionSpec(*axes)))
 
 
@@ -168,7 +169,8 @@ def exchange(arrays: Sequence[jax.Array], layout: Layout) -> Sequence[jax.Array]
 
 
 def gather_fsdp(weight: jax.Array, axes: tuple[Axis, ...], layout: Layout) -> jax.Array:
-    """A weight gathered over fsdp just before its use, so that only tp moves activations.
+    """A weight, gathered over fsdp just before its use, as in ZeRO-3: activations stay where they
+    are, but for tp.
 
     axes: of each dimension of the weight. Without fsdp the weight itself is returned, so that the
     backward of a scan keeps no second copy of weights that have no gradient.

@@ -237,7 +237,7 @@ def _cast_and_gather(w: LayerWeights, compute: ComputeConfig) -> LayerWeights:
     """The weights of a layer in compute.dtype, gathered over fsdp."""
     table = param_table(compute.model)
     *linear, leaves = LayerWeights(table.layers, table.adapters).layers_of_period()
-    leaves = linear[0] if w.base.wq is None else leaves
+    leaves = linear[0] if w.base.wq is None else leaves  # linear layers have no wq
 
     def usable(leaf: Leaf, x: jax.Array | Int8) -> jax.Array | Int8:
         if isinstance(x, Int8):

@@ -414,7 +414,7 @@ def test_prompts_are_the_tokens_of_the_chat_template() -> None:
 def test_tokenizing_in_batches_changes_neither_ids_nor_order_nor_fingerprint(
     monkeypatch: pytest.MonkeyPatch, batch: int
 ) -> None:
-    monkeypatch.setattr("data.BATCH", batch)
+    monkeypatch.setattr("data.TOKENIZED_AT_ONCE", batch)
     prompts = build_prompts(EXAMPLES, format_of(hf.load_tokenizer(ROOT / "tiny"), SYSTEM))
     assert [len(prompt.ids) for prompt in prompts] == [61, 63, 38]
     assert prompts[2].ids[-9:] == [20, 33, 2, 201, 1, 394, 503, 543, 201]

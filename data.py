@@ -11,9 +11,9 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,9 +36,10 @@ class Prompt(NamedTuple):
 
     ids: list[int]  # tokens of the chat template, up to where the assistant begins to speak
     columns: Example  # see load_examples
-
-
-AnyPrompt = TypeVar("AnyPrompt")  # a Prompt, or a Demonstration
+    # Only demonstrations (train_sft.py) have these; their ids end before the first trained token.
+    completion_ids: Sequence[int] = ()
+    completion_mask: Sequence[int] = ()  # 1 on the tokens to train on, 0 on those between the turns
+    source: str = ""  # the file and the number of the example
 
 
 # ---- Examples ------------------------------------------------------------------------------------
@@ -389,8 +390,8 @@ def _shared_int(token_id: int) -> int:
 
 
 def drop_long_prompts(
-    prompts: list[AnyPrompt], lengths: list[int], limit: int, split: str, part: str = "prompt"
-) -> list[AnyPrompt]:
+    prompts: list[Prompt], lengths: list[int], limit: int, split: str, part: str = "prompt"
+) -> list[Prompt]:
     """The prompts of at most `limit` tokens (0: no limit). Prints how many are longer.
     lengths: the tokens of each prompt or completion. split, part: names in messages; part:
     "prompt" or "completion". Raises UserMistake if no prompt is left."""
@@ -416,8 +417,7 @@ def print_repeats(
     def key(prompt: Prompt) -> tuple:
         columns = prompt.columns
         question = columns if all_columns_count else columns.get("prompts") or columns["question"]
-        # Of demonstrations the completion counts, too.
-        return json.dumps(question), *getattr(prompt, "completion_ids", ())
+        return json.dumps(question), *prompt.completion_ids  # the completion of a demonstration
 
     repeats = {*map(key, held_out)}.intersection(map(key, train))
     if count := sum(key(prompt) in repeats for prompt in held_out):

@@ -9,27 +9,16 @@ break after a turn is not trained on, because no sampler writes it.
 import itertools
 import math
 import os
-from typing import NamedTuple
 
 from chat import ChatFormat, Example, Message, checked_chats, end_of_turn_id
-from data import tokenize
+from data import Prompt, tokenize
 from infra.log import progress_bar
 from infra.mistakes import UserMistake
 
 
-class Demonstration(NamedTuple):
-    """A data.Prompt with a completion to train on."""
-
-    ids: list[int]  # of the prompt: all tokens before the first one that is trained on
-    columns: Example
-    completion_ids: list[int]
-    completion_mask: list[int]  # 1 on the tokens to train on, 0 on those between the turns
-    source: str  # the file and the number of the example
-
-
 def build_demonstrations(
     examples: list[Example], chat_format: ChatFormat, vocab_size: float = math.inf
-) -> list[Demonstration]:
+) -> list[Prompt]:
     """The demonstrations of examples that have `completions`, see data.load_examples.
 
     vocab_size: rows of the model's embedding. Raises UserMistake, with the example, if
@@ -55,7 +44,7 @@ def build_demonstrations(
             except UserMistake as error:
                 raise UserMistake(f"{source}: {error}") from None
             mask = [1 - i % 2 for i, part in enumerate(parts) for _ in part]
-            demonstrations.append(Demonstration(ids, columns, sum(parts, []), mask, source))
+            demonstrations.append(Prompt(ids, columns, sum(parts, []), mask, source))
             bar.update()
     return demonstrations
 

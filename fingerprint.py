@@ -44,7 +44,8 @@ def result_fingerprint(run: Run) -> dict[str, str]:
     values["the stop tokens"] = str(run.rollout.stopping.stop_ids)
     for name in ("config.json", "tokenizer.json"):
         values[f"the model's {name}"] = short_digest((folder / name).read_bytes())
-    prompts = (prompt[:4] for prompt in run.train_prompts)  # without the source of a Demonstration
+    # Of a demonstration without its source.
+    prompts = (prompt[:4] if prompt.completion_ids else prompt[:2] for prompt in run.train_prompts)
     values["the tokenized prompts"] = json_digest(prompts)
     if cfg.beta > 0 or run.learner.compute.model.lora:  # a resumed run reads these weights again
         files = sorted(folder.glob("*.safetensors"))

@@ -20,7 +20,7 @@ class Run:
     sizes: Sizes
     folder: Path  # the folder of the model; with LoRA that of the base
     adapters: Path | None  # the folder of the first adapters; None: new ones, or no LoRA
-    train_prompts: list[Prompt]  # in a run of train_sft.py they are Demonstrations
+    train_prompts: list[Prompt]  # in a run of train_sft.py they are demonstrations
     eval_prompts: list[Prompt]  # empty if the run never evaluates
     rollout: RolloutConfig
     learner: LearnerConfig

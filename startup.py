@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -417,7 +417,7 @@ def prompts_of_split(
             longer = f"{demonstration.source} has {length} tokens, and the model has"
             remedy = "lower MAX_LENGTH_SAMPLE or set MAX_PROMPT_LENGTH"
             raise UserMistake(f"{longer} {model.max_positions} positions; {remedy}")
-    return cast(list[data.Prompt], demonstrations)  # see Run
+    return demonstrations
 
 
 def raise_if_no_number(dataset: str, split: str, answers: list[str]) -> None:

@@ -20,7 +20,7 @@ import dataclasses
 import os
 import signal
 import sys
-from typing import Any, cast
+from typing import Any
 
 from config import Config, load
 from infra.settings import to_text
@@ -68,8 +68,7 @@ import jax
 import numpy as np
 
 from chat import token_text
-from data import batch_indices
-from demonstrations import Demonstration
+from data import Prompt, batch_indices
 from evaluation import evaluate
 from infra.chips import exit_on_oom
 from infra.hosts import exiting_on_error
@@ -145,7 +144,7 @@ def main(cfg: Config) -> None:
         lifecycle.finish(export_now)
 
 
-def batch_of(demonstrations: list[Demonstration], T: int) -> Batch:
+def batch_of(demonstrations: list[Prompt], T: int) -> Batch:
     """The demonstrations as a Batch: sequences of reward and advantage 1, whose masks have holes
     between the turns of a conversation."""
     B = len(demonstrations)
@@ -173,8 +172,7 @@ def evaluate_loss(run: Run, log: RunLog, params: Params, step: int, full: bool) 
     """The mean negative log-likelihood of the tokens to train on, in the first EVAL_PROMPTS
     demonstrations of the eval split or, if `full`, in all. Also prints and records it."""
     clock, limit, P = Clock([]), run.cfg.eval_prompts, run.sizes.prompts_per_step
-    demonstrations = cast(list[Demonstration], run.eval_prompts)
-    demonstrations = demonstrations if full or not limit else demonstrations[:limit]
+    demonstrations = run.eval_prompts if full or not limit else run.eval_prompts[:limit]
     total, tokens = 0.0, 0
     for i in range(0, len(demonstrations), P):
         run.rollout.stop_signal.raise_if_stopped()

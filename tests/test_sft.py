@@ -37,8 +37,8 @@ from tokenizers.normalizers import Prepend
 
 from chat import ChatFormat
 from config import Config, describe, load
-from data import load_examples, read_question_and_answer
-from demonstrations import Demonstration, build_demonstrations
+from data import Prompt, load_examples, read_question_and_answer
+from demonstrations import build_demonstrations
 from fingerprint import result_fingerprint
 from infra.resume import describe_changes
 from loss import Objective
@@ -63,14 +63,14 @@ T = 13
 # ---- The updates are TRL's -----------------------------------------------------------------------
 
 
-def demonstrations_of(rows: list[list[list[int]]]) -> list[Demonstration]:
+def demonstrations_of(rows: list[list[list[int]]]) -> list[Prompt]:
     """Demonstrations of TRL's ids and labels. A prompt ends with the last token before a label."""
     made = []
     for ids, labels in rows:
         # A whole sequence has a label in its first place, too, which nothing predicts.
         first = next(i for i, label in enumerate(labels) if label >= 0 and i > 0)
         mask = [int(label >= 0) for label in labels[first:]]
-        made.append(Demonstration(ids[:first], {}, ids[first:], mask, ""))
+        made.append(Prompt(ids[:first], {}, ids[first:], mask, ""))
     return made
 
 
@@ -153,7 +153,7 @@ def learnt(
     template: str = "",
     prefix_messages: list | None = None,
     **kwargs: Any,
-) -> Demonstration:
+) -> Prompt:
     """The demonstration of a question with a completion, or of a conversation."""
     tokenizer = hf.load_tokenizer(REPO / "tiny")
     tokenizer.chat_template = template or tokenizer.chat_template

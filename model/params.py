@@ -201,7 +201,7 @@ FIRST_PARTS = {"wk": "wq", "wv": "wq", "up": "gate"}
 
 
 def share_a(adapters: Any) -> Any:
-    """Adapters, a Layers or None, of which each has its A."""
+    """The adapters, a Layers or None, with the A of FIRST_PARTS in those that have none."""
     for name, first in FIRST_PARTS.items() if adapters else ():
         adapter = getattr(adapters, name)
         if adapter is not None and adapter.a is None:
@@ -230,7 +230,7 @@ class Leaf:
     """The description of one weight array."""
 
     shape: tuple[int, ...]
-    axes: tuple[Axis, ...]  # of each dimension
+    axes: tuple[Axis, ...]  # the mesh axes that split each dimension
     # In a Hugging Face file; {} stands for the layer's number, and * for each expert's, if each of
     # them has its own tensor.
     name: str

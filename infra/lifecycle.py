@@ -141,7 +141,7 @@ class Lifecycle:
         self.export_s = max(read_s, write_s)
         for record in read_lines(self.out / "metrics.jsonl"):
             self.log.newest |= record
-        self.log.ends = began + 3600 * hours
+        self.log.deadline = began + 3600 * hours
         self.stop_signal.is_late = self.is_late
 
     def is_late(self) -> bool:
@@ -157,7 +157,7 @@ class Lifecycle:
         """Until the run has to stop. A save in the background delays the last one."""
         save_s = self.checkpoints.save_s * (2 if self.checkpoints.saving >= 0 else 1)
         end_s = self.wait_s + save_s + self._evaluation_s() + self.export_s
-        return self.log.ends - time.monotonic() - MARGIN * end_s - MARGIN_S
+        return self.log.deadline - time.monotonic() - MARGIN * end_s - MARGIN_S
 
     def _evaluation_s(self) -> float:
         return sum(self.log.newest.get(name, 0.0) for name in EVALUATION_S)
@@ -169,7 +169,7 @@ class Lifecycle:
         if self.progress.step == self.first_step:
             hours = f"MAX_HOURS={self.max_hours:g}"
             raise UserMistake(f"{hours} ended this start before it added a step; raise it")
-        latest = self.log.ends - MARGIN * self.export_s
+        latest = self.log.deadline - MARGIN * self.export_s
         self.stop_signal.is_late = lambda: time.monotonic() >= latest
         try:
             if self.eval_every_steps and self.progress.accuracy is None:

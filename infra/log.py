@@ -104,7 +104,7 @@ class RunLog:
         self._out, self._steps, self._writes = out, steps, writes
         self.recent: collections.deque[float] = collections.deque(maxlen=10)  # seconds of steps
         self.newest: dict[str, Any] = {}  # the newest value of each metric
-        self.ends = math.inf  # the time.monotonic() at which MAX_HOURS are over
+        self.deadline = math.inf  # the time.monotonic() at which MAX_HOURS are over
         self.trackers: Tracker | None = None  # they get the records too, see startup.open_log
         if not writes:
             return
@@ -156,7 +156,7 @@ class RunLog:
         if not self.recent or not steps:
             return ""
         seconds = statistics.median_low([*self.recent, clock.total()])
-        left = max(0.0, min(steps * seconds, self.ends - time.monotonic()))
+        left = max(0.0, min(steps * seconds, self.deadline - time.monotonic()))
         return f" left={tqdm.format_interval(left)}"
 
     def close(self, summary: dict[str, Any] | None = None, *, finished: bool = False) -> None:

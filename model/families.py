@@ -75,7 +75,7 @@ def parse_config(path: Path, file_values: dict[str, Any]) -> ModelConfig:
     require(values.get("model_type") in FAMILIES, "model_type", model_types)
     family = FAMILIES[values["model_type"]]
     for key, value in SUPPORTED_VALUES.items():
-        if key not in family.any_value:
+        if key not in family.unchecked_keys:
             require(values.get(key, value) == value, key, json.dumps(value).strip('"'))
     for key in family.required:
         if values.get(key) is None:
@@ -226,13 +226,13 @@ class Family(NamedTuple):
     fields: dict[str, Any] = {}  # of its ModelConfig
     read: Callable[[Any, ModelConfig, Require], dict[str, Any]] = lambda *_: {}  # further fields
     required: list[str] = REQUIRED
-    any_value: tuple[str, ...] = ()  # keys of SUPPORTED_VALUES that it does not have to obey
+    unchecked_keys: tuple[str, ...] = ()  # of SUPPORTED_VALUES
     scaled_rope: tuple[str, ...] = ("llama3",)  # types of rope, in addition to default
 
 
 FAMILIES = {  # by model_type
     # Qwen2 always has the three biases. Every release of Qwen3 and Llama has false in this key.
-    "qwen2": Family({"qkv_bias": True}, any_value=("attention_bias",)),
+    "qwen2": Family({"qkv_bias": True}, unchecked_keys=("attention_bias",)),
     "qwen3": Family({"qk_norm": True}),
     "llama": Family(),
     "mistral": Family(read=_mistral),

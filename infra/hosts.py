@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import itertools
 import json
 import os
@@ -50,6 +51,8 @@ def start_jax(compilation_cache_dir: str, init_timeout_s: int) -> None:
     cache = os.path.abspath(compilation_cache_dir or ".jax_cache")
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    # Tracing creates many objects that stay, and the collector would look through them too often.
+    gc.set_threshold(10_000)
     if not os.environ.get("JAX_PLATFORMS") and not has_tpu():
         # jax would start libtpu, if it is installed, and libtpu prints errors without a TPU.
         register_backend_factory("tpu", lambda: None)

@@ -5,6 +5,7 @@ not read XLA_FLAGS, but most of them get the same settings from runs.py.
 """
 
 import atexit
+import gc
 import importlib.util
 import os
 import shutil
@@ -34,13 +35,15 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 flags = os.environ.get("XLA_FLAGS", "")
 flags += f" --xla_force_host_platform_device_count=8 {FLAGS}"
 os.environ |= FASTER_TO_COMPILE | {"XLA_FLAGS": flags.strip()}
+# As infra/hosts.py does, which tests in this process do not start.
+gc.set_threshold(10_000)
 
 QUICK = "not slow and not parity and not engine"  # the addopts of pyproject.toml
 # A worker takes one file after the other. The files that take longest come first, so that both
 # workers end together.
 LONGEST = """
-    test_reliability.py test_plan.py test_verdict.py test_qwen35.py test_sft.py test_teacher.py
-    test_two_processes.py test_saved_work.py test_tpu.py test_run_tpu.py test_hub.py
+    test_reliability.py test_plan.py test_notebook.py test_verdict.py test_qwen35.py test_sft.py
+    test_teacher.py test_two_processes.py test_saved_work.py test_tpu.py test_run_tpu.py test_hub.py
     test_resume.py test_turns.py test_train.py test_forks.py test_loss_pallas.py test_faults.py
     test_optional.py test_replay_by_hand.py test_rollout.py test_mistakes.py test_mini_batches.py
     test_processes.py test_scorer.py

@@ -11,16 +11,23 @@ Each line holds the item of the task as a literal of Python, which a score reads
 it. Some tasks, such as countdown, execute the answer of the model as Python: use a container.
 """
 
+import os
+import sys
+
+if __name__ == "__main__" and os.environ.get("PYTHONHASHSEED") != "0":
+    # Some tasks draw from sets of texts, whose order would differ between processes. Only a new
+    # process can change that; the packages below take seconds to import, so it comes first.
+    os.environ["PYTHONHASHSEED"] = "0"
+    os.execv(sys.executable, [sys.executable, *sys.argv])
+
 import argparse
 import ast
 import difflib
 import functools
 import json
-import os
 import random
 import shlex
 import signal
-import sys
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -144,10 +151,6 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="Folder of the files.")
     parser.add_argument("arguments", nargs="*", metavar="NAME=VALUE", help="Of the task, as YAML.")
     args = parser.parse_args()
-    if os.environ.get("PYTHONHASHSEED") != "0":
-        # Some tasks draw from sets of texts, whose order would differ between processes.
-        os.environ["PYTHONHASHSEED"] = "0"
-        os.execv(sys.executable, [sys.executable, *sys.argv])
     examples = draw(args.task, args.arguments)
     test_size = max(1, round(HELD_OUT * len(examples)))
     args.folder.mkdir(parents=True, exist_ok=True)

@@ -84,7 +84,6 @@ def test_a_mistake_in_a_command_is_one_line(
     command: str, message: str, tmp_path: Path, monkeypatch
 ) -> None:
     task, *arguments = command.split()
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
     monkeypatch.setattr(sys, "argv", ["gym.py", task, str(tmp_path / "new"), *arguments])
     with pytest.raises(SystemExit) as error:
         gym.main()

@@ -22,6 +22,7 @@ from runs import (
     RECORDER,
     Result,
     environment,
+    few_examples,
     finish,
     metric_records,
     start,
@@ -52,7 +53,7 @@ def even(completions, completion_ids, **columns):
 """
 SETTINGS = environment(
     f"""BATCH_SIZE=2 NUM_PRE_Q=4 MAX_LENGTH_SAMPLE=12 STEPS=3 EVAL_EVERY_STEPS=2 EVAL_PROMPTS=8
-    SAVE_EVERY_STEPS=1 SAVE_KEEP=0 LEARNING_RATE=2e-3 DATASET={TINY} EXPORT_HF=none"""
+    SAVE_EVERY_STEPS=1 SAVE_KEEP=0 LEARNING_RATE=2e-3 DATASET={few_examples()} EXPORT_HF=none"""
 )
 ENGINE = {"ROLLOUT_BACKEND": "sglang_jax", "SGLANG_JAX_DTYPE": "float32"}
 DRIFT = "train-other/sampling_logp_difference/max"

@@ -659,7 +659,7 @@ def test_a_run_whose_judge_failed_goes_on_and_a_run_with_its_answers_has_the_sam
         return (404, "broken") if (n := next(asked)) == fails_at else f"Score: {n / 100}"
 
     endpoint.reply = reply
-    env = TWO_STEPS | {"REWARD_FN": f"{FILE}:judge"}
+    env = TWO_STEPS | {"REWARD_FN": f"{FILE}:judge", "DATASET": str(few_examples())}
     first = run_as_user(tmp_path / "first", **env)
     [error] = first.errors.splitlines()
     assert first.code == 2 and "HTTP Error 404: Not Found b'broken'" in error

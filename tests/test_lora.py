@@ -32,7 +32,7 @@ from adapters import (
     merged_by_hand,
     whole,
 )
-from runs import REPO, Result, checkpoint_arrays, environment, metric_records, train
+from runs import REPO, Result, checkpoint_arrays, environment, few_examples, metric_records, train
 from safetensors.numpy import load_file
 from small_model import QWEN2, assert_close, train_layout, weights, write_folder
 
@@ -197,7 +197,7 @@ RUN = environment(
     WARMUP_RATIO=0 NUM_MINI_BATCHES=2 BETA=0.05 EVAL_EVERY_STEPS=2 EVAL_PROMPTS=64
     SAVE_EVERY_STEPS=2 SAMPLE_EVERY_STEPS=1"""
 )
-DATA = {"DATASET": str(REPO / "tiny")}
+DATA = {"DATASET": str(few_examples())}
 
 
 @pytest.fixture(scope="module")

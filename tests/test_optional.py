@@ -7,7 +7,7 @@ from subprocess import run
 from typing import NamedTuple
 
 import pytest
-from runs import FASTER_TO_COMPILE, REPO, copy_repository
+from runs import FASTER_TO_COMPILE, REPO, copy_repository, few_examples
 
 OPTIONAL_FILES = sorted(
     str(file.relative_to(REPO))
@@ -53,7 +53,7 @@ class Ended(NamedTuple):
 def start(repo: Path, out: Path, program: list[str], **env: str) -> Ended:
     """The end of a program that runs in a copy of the project."""
     settings = {"JAX_PLATFORMS": "cpu", "STEPS": "1", "EVAL_EVERY_STEPS": "0"}
-    settings["OUTPUT_DIR"] = str(out)
+    settings |= {"OUTPUT_DIR": str(out), "DATASET": str(few_examples())}
     env = os.environ | FASTER_TO_COMPILE | settings | env
     done = run([sys.executable, *program], cwd=repo, env=env, capture_output=True)
     return Ended(done.returncode, done.stdout.decode(), done.stderr.decode())

@@ -66,7 +66,8 @@ def test_from_setup_to_stop_two_workers_train_one_model(cloud: Cloud) -> None:
         assert re.search(wanted, lines, re.M), "the user, the system and Python"
 
     prompt = """It's "quoted"; $HOME `date` \\ & <answer>\nsecond line"""
-    code, lines = cloud.call("--ssh-flag=-o ConnectTimeout=9", **SHORT, SYSTEM_PROMPT=prompt)
+    settings = SHORT | {"SYSTEM_PROMPT": prompt, "DATASET": str(few_examples())}
+    code, lines = cloud.call("--ssh-flag=-o ConnectTimeout=9", **settings)
     assert code == 0, lines
     assert len(re.findall(r"^worker-\d nohup_\S+ exit=0 .* DONE: steps=1", lines, re.M)) == 2
     assert re.search(r"^step=0 loss=", lines, re.M), "the log of worker 0 is followed"

@@ -83,7 +83,7 @@ def test_the_recipe_plays_the_game_with_a_model_that_the_tool_makes(
     make_guesser.main()
     recipes = REPO / "recipes"
     settings = {"MODEL_PATH": str(tmp_path), "DATASET": str(tmp_path), "STEPS": "1"}
-    settings |= {"EVAL_SAMPLES": "1", "ENVIRONMENT_CLASS": f"{recipes}/guess.py:Guess"}
+    settings |= {"EVAL_EVERY_STEPS": "0", "ENVIRONMENT_CLASS": f"{recipes}/guess.py:Guess"}
     run = run_as_user(tmp_path / "run", "--config", f"{recipes}/guess.yaml", **settings)
     assert run.code == 0, run.errors
     turns = [each["train-turns/number"] for each in run.records if "train-turns/number" in each]

@@ -366,7 +366,7 @@ def test_answer_tags_rename_the_tags_of_the_prompt_and_of_all_built_in_functions
 
 def test_the_settings_know_which_built_in_functions_read_the_tags() -> None:
     texts = [form("7"), form("8"), form("7") + " 8"]
-    renamed = [rewards.rename_tags(text, rewards.TAG_NAMES, ("a", "b")) for text in texts]
+    renamed = [rewards.rename_tags(text, rewards.TAG_NAMES, ("plans", "result")) for text in texts]
     columns = {"answer": ["7"] * 3, "completion_ids": [[1, 2, 3]] * 3}
     names = [f.__name__ for f in BUILT_IN if f(texts, **columns) != f(renamed, **columns)]
     assert names == [*TAG_READERS]

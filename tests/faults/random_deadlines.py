@@ -43,7 +43,7 @@ def slow(function, seconds):
     return slower
 
 train_grpo.update_policy = slow(train_grpo.update_policy, 1.0)
-evaluation.complete = slow(evaluation.complete, 3.0)
+evaluation.sample_completions = slow(evaluation.sample_completions, 3.0)
 train_grpo.export = slow(train_grpo.export, {EXPORT_S})
 resume.begin_or_resume = slow(resume.begin_or_resume, {EXPORT_S})
 """

@@ -47,7 +47,7 @@ def check_equations(text: str) -> tuple[int, list[float]]:
 def reward_steps(completions: list[str], answer: list[str], **columns: list) -> list[float]:
     """Gives the number of results of the solution `answer` that right equations of a completion
     have as well, divided by the number of these results or, if there are more, of the completion's
-    equations: neither guesses nor fewer steps are a way to more reward."""
+    equations, so that guessed ones cost reward."""
     rewards = []
     for completion, solution in zip(completions, answer, strict=True):
         wanted = set(check_equations(solution)[1])

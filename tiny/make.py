@@ -2,6 +2,8 @@
 
     python tiny/make.py    # takes minutes on 2 cores and replaces the files of tiny/
 
+--folder and --config make another small model that has to learn the same, see docs/experts.md.
+
 Supervised training first teaches the model to calculate. Then it teaches, with the prompt of a run,
 the answers of a pupil who forgets most carries. After that the model keeps to the answer format and
 finds most answers in a few attempts, but its most likely answer is often wrong, so that
@@ -281,15 +283,19 @@ def warm_up(
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    rng = random.Random(SEED)
-    FOLDER.mkdir(exist_ok=True)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="Folder of all files.")
+    help = "Values of config.json that differ from those of tiny/, as JSON."
+    parser.add_argument("--config", type=json.loads, default={}, help=help)
+    args = parser.parse_args()
+    folder, rng = args.folder, random.Random(SEED)
+    folder.mkdir(parents=True, exist_ok=True)
     train, test = word_problems(rng)
-    write_examples(FOLDER, train, test)
+    write_examples(folder, train, test)
     texts = [f"{example['question']} {solution(example, 0.0, rng)[0]}" for example in train]
-    write_tokenizer(FOLDER, texts + [f"{SYSTEM_PROMPT} system user assistant"] * 50)
-    write_config(FOLDER, MODEL)
-    warm_up(FOLDER, train, STAGES)
+    write_tokenizer(folder, texts + [f"{SYSTEM_PROMPT} system user assistant"] * 50)
+    write_config(folder, MODEL | args.config)
+    warm_up(folder, train, STAGES)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,14 @@ import io
 import json
 import os
 import re
+import runpy
 import shutil
+import signal
 import socket
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any, NamedTuple
@@ -153,27 +156,30 @@ def copy_at_call(
     patch.setattr(script, name, called)
 
 
-def run_here(out: Path, script: Any, env: dict[str, str]) -> Result:
-    """Runs the main function of a script, such as train_grpo, in this process and on one of its
+def in_this_process(out: Path, run: Callable[[Any], None]) -> Result:
+    """What a function leaves and prints that runs a script in this process and on one of its
     devices, without locks, which the process would keep, and without signals. What an earlier run
-    has compiled is not compiled again."""
+    has compiled is not compiled again.
+
+    run: is called with a MonkeyPatch, which is undone after it.
+    """
     import jax
     import pytest
 
-    import config
     from infra import hosts, resume
 
     lines, errors, code, device = io.StringIO(), io.StringIO(), 0, jax.devices()[:1]
-    env = {"DATASET": str(few_examples(32, 32))} | env | {"OUTPUT_DIR": str(out)}
-    customize = getattr(script, "customize_settings", None)
-    switched_off = env.pop("SWITCHED_OFF", "").split()
+
+    def end_process(code: int, line: str = "") -> None:
+        print(line, end="\n" if line else "", file=sys.stderr)
+        raise SystemExit(code)
+
     with (
         pytest.MonkeyPatch.context() as patch,
         contextlib.redirect_stdout(lines),
         contextlib.redirect_stderr(errors),
     ):
-        patch.chdir(REPO)
-        patch.setenv("RECORD_TO", env.pop("RECORD_TO", ""))
+        patch.setattr(hosts, "end_process", end_process)
         for owner, name in (
             (hosts, "start_jax"),
             (hosts.StopSignal, "watch"),
@@ -183,15 +189,33 @@ def run_here(out: Path, script: Any, env: dict[str, str]) -> Result:
         for name in ("devices", "local_devices"):
             patch.setattr(jax, name, lambda *arguments: device)
             patch.setattr(jax, name.replace("devices", "device_count"), lambda *arguments: 1)
-        for name in switched_off:
-            patch.setattr(config.Config, name, lambda cfg: False)
         try:
-            cfg, _, notes = config.load([], env, customize=customize)
-            print(*notes, sep="\n")
-            script.main(cfg)
+            run(patch)
         except SystemExit as end:
             code = end.code
+            if isinstance(code, str):  # Python prints it
+                print(code, file=sys.stderr)
+                code = 1
     return result_of(out, code, lines.getvalue(), errors.getvalue())
+
+
+def run_here(out: Path, script: Any, env: dict[str, str]) -> Result:
+    """Runs the main function of a script, such as train_grpo, as `in_this_process` says."""
+    import config
+
+    env = {"DATASET": str(few_examples(32, 32))} | env | {"OUTPUT_DIR": str(out)}
+    customize = getattr(script, "customize_settings", None)
+
+    def run(patch: Any) -> None:
+        patch.chdir(REPO)
+        patch.setenv("RECORD_TO", env.pop("RECORD_TO", ""))
+        for name in env.pop("SWITCHED_OFF", "").split():
+            patch.setattr(config.Config, name, lambda cfg: False)
+        cfg, _, notes = config.load([], env, customize=customize)
+        print(*notes, sep="\n")
+        script.main(cfg)
+
+    return in_this_process(out, run)
 
 
 def train(out: Path, devices: int = 1, changes: str = "", here: bool = True, **env: str) -> Result:
@@ -199,12 +223,8 @@ def train(out: Path, devices: int = 1, changes: str = "", here: bool = True, **e
 
     here: False: in a process of its own, whose numbers are those of other processes to the bit.
     """
-    from config import Config
-
-    settings = {field.name.upper() for field in dataclasses.fields(Config)}
-    settings -= {"ROLLOUT_BACKEND", "JAX_COMPILATION_CACHE_DIR"}
-    here = here and devices == 1 and not changes
-    if not here or not env.keys() <= settings | {"SWITCHED_OFF", "SCRIPT"}:
+    names = names_of_settings() - {"ROLLOUT_BACKEND"} | {"SWITCHED_OFF", "SCRIPT"}
+    if not here or devices > 1 or changes or not env.keys() <= names:
         result = finish(start(out, env, devices, changes=changes), out)
     else:
         out.mkdir(parents=True, exist_ok=True)
@@ -259,18 +279,39 @@ def train_two(out: Path, devices: int, changes: str = "", **env: str) -> list[Re
     return results
 
 
-def run_as_user(out: Path, *flags: str, **env: str) -> Result:
-    """A run of train_grpo.py, or SCRIPT, with these settings and no others, also not those of this
-    shell, but for the cache of compiled programs."""
+def names_of_settings() -> set[str]:
+    """The variables of a shell that are settings, but for the cache of compiled programs."""
     from config import Config  # faults/random_faults.py does not have its folder
 
     names = {field.name.upper() for field in dataclasses.fields(Config)}
-    names.remove("JAX_COMPILATION_CACHE_DIR")
+    return names - {"JAX_COMPILATION_CACHE_DIR"}
+
+
+def run_as_user(out: Path, *flags: str, **env: str) -> Result:
+    """A run of train_grpo.py, or SCRIPT, with these settings and no others, also not those of this
+    shell, but for the cache of compiled programs."""
     of_tests = {"XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS"}
-    shell = {k: v for k, v in os.environ.items() if k not in names | of_tests}
+    shell = {k: v for k, v in os.environ.items() if k not in names_of_settings() | of_tests}
     env = {"JAX_PLATFORMS": "cpu", "OUTPUT_DIR": str(out)} | FASTER_TO_COMPILE | env
     script = REPO / env.pop("SCRIPT", "train_grpo.py")
     return finish(start_script(script, *flags, cwd=out.parent, env=shell | env), out)
+
+
+def run_as_user_here(out: Path, *flags: str, **env: str) -> Result:
+    """As `run_as_user`, and as `in_this_process` says: the script runs from its first line on."""
+
+    def run(patch: Any) -> None:
+        for name in names_of_settings() & os.environ.keys():
+            patch.delenv(name)
+        script = str(REPO / env.pop("SCRIPT", "train_grpo.py"))
+        for name, value in ({"OUTPUT_DIR": str(out)} | env).items():
+            patch.setenv(name, value)
+        patch.chdir(out.parent)
+        patch.setattr(sys, "argv", [script, *flags])
+        patch.setattr(signal, "signal", lambda *arguments: None)
+        runpy.run_path(script, run_name="__main__")
+
+    return in_this_process(out, run)
 
 
 def environment(text: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import APPLES, GREEDY, REPO, Result, few_examples, run_as_user
+from runs import APPLES, GREEDY, REPO, Result, few_examples, run_as_user, run_as_user_here
 from small_model import GEMMA_TEMPLATES, train_layout, write_gemma
 
 from config import Config
@@ -29,7 +29,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Result:
     settings = {"STEPS": "3", "EVAL_EVERY_STEPS": "0", "EVAL_FULL_SWEEP": "1", "BATCH_SIZE": "4"}
     settings |= {"RESUME": "never"}  # how it began does not count for --eval-only
     settings |= {"LEARNING_RATE": "3e-4", "DATASET": str(few_examples(40, 40))}
-    done = run_as_user(out, **settings)
+    done = run_as_user_here(out, **settings)
     assert done.code == 0, done.errors
     return done
 
@@ -47,7 +47,7 @@ def test_eval_only_repeats_the_sweep_of_the_run_from_its_checkpoint_and_its_sett
     trained: Result,
 ) -> None:
     before = {file: file.stat().st_mtime_ns for file in trained.out.rglob("*") if file.is_file()}
-    done = run_as_user(trained.out, "--eval-only")
+    done = run_as_user_here(trained.out, "--eval-only")
     assert done.code == 0, done.errors
     assert f"weights={trained.out}/checkpoints/3\n" in done.lines
     folder = the_only(trained.out, "eval_*")
@@ -64,7 +64,7 @@ def test_eval_only_repeats_the_sweep_of_the_run_from_its_checkpoint_and_its_sett
 
 def test_eval_only_of_the_exported_folder_gives_the_same_answers(trained: Result) -> None:
     hf = str(trained.out / "hf")
-    done = run_as_user(
+    done = run_as_user_here(
         trained.out.parent / "other",
         "--eval-only",
         MODEL_PATH=hf,
@@ -138,7 +138,7 @@ def test_ask_shows_the_answer_also_if_a_reward_needs_a_column_that_it_does_not_h
     (tmp_path / "mine.py").write_text(f"def by{takes}def prefetch{takes}")
     functions = f"{tmp_path}/mine.py:by,reward_correct"
     more = {"REWARD_FN": functions, "REWARD_WEIGHTS": "", "OUTPUT_DIR": ""}
-    done = run_as_user(tmp_path / "nothing", "--ask", APPLES, "--answer", "28", **more)
+    done = run_as_user_here(tmp_path / "nothing", "--ask", APPLES, "--answer", "28", **more)
     assert (done.code, done.errors) == (0, "")
     shown, _, rewards = done.lines.partition(f"\n{APPLES}\n\n{GREEDY}\n\n")
     missing = argument.rpartition(" ")[2]
@@ -182,13 +182,13 @@ def test_ask_takes_a_list_of_messages_whose_system_message_replaces_the_default_
     messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": APPLES}]
     settings = {"OUTPUT_DIR": "", "CHAT_TEMPLATE": str(REPO / "docs" / "qwen3_turns.jinja")}
     settings |= {"CHAT_TEMPLATE_KWARGS": '{"enable_thinking": true}'}
-    done = run_as_user(tmp_path / "run", "--ask", json.dumps(messages), **settings)
+    done = run_as_user_here(tmp_path / "run", "--ask", json.dumps(messages), **settings)
     assert done.lines.endswith(f"\n\n{GREEDY}\n\n"), done.errors
     assert "note: the chat template lets the model think, and MAX_LENGTH_SAMPLE=32" in done.lines
 
 
 def test_the_readme_shows_what_the_tiny_model_answers(tmp_path: Path) -> None:
-    done = run_as_user(tmp_path / "run", "--ask", APPLES, OUTPUT_DIR="")
+    done = run_as_user_here(tmp_path / "run", "--ask", APPLES, OUTPUT_DIR="")
     assert done.lines.endswith(f"\n{APPLES}\n\n{GREEDY}\n\n")
     readme = (REPO / "README.md").read_text(encoding="utf-8")
     assert f'question="{APPLES}"' in readme
@@ -211,7 +211,7 @@ def test_the_readme_shows_what_the_tiny_model_answers(tmp_path: Path) -> None:
 def test_a_mistake_with_ask_or_eval_only_is_one_line_and_exit_code_2(
     tmp_path: Path, flags: tuple[str, ...], env: dict[str, str], words: str
 ) -> None:
-    done = run_as_user(tmp_path / "nothing", *flags, **env)
+    done = run_as_user_here(tmp_path / "nothing", *flags, **env)
     last = done.errors.strip().splitlines()[-1]
     assert done.code == 2 and words in last and "Traceback" not in done.errors
     assert not done.out.exists()

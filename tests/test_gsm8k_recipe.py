@@ -1,12 +1,10 @@
 """recipes/gsm8k.py: the demonstrations, and the commands of docs/gsm8k.md on the tiny model."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from runs import REPO, environment, few_examples, run_as_user
+from runs import REPO, Result, environment, few_examples, run_as_user_here
 
 from recipes.gsm8k import check_equations, demonstration, reward_steps
 from rewards import extract_answer, reward_correct, reward_format, tag_count_reward
@@ -58,15 +56,15 @@ def test_a_solution_without_equations_rewards_no_steps() -> None:
     assert reward_steps(["1 + 1 = 2"], ["two\n#### 2"]) == [0.0]
 
 
-def write_gsm8k(folder: Path, dataset: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(RECIPE), str(folder), "--dataset", str(dataset), *more]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def write_gsm8k(folder: Path, dataset: Path, *more: str) -> Result:
+    words = (str(folder), "--dataset", str(dataset), *more)
+    return run_as_user_here(folder, *words, SCRIPT=str(RECIPE))
 
 
 def test_a_dataset_without_solutions_is_told(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
     done = write_gsm8k(tmp_path / "out", tmp_path)
-    assert (done.returncode, done.stderr) == (
+    assert (done.code, done.errors) == (
         2,
         f"error: --dataset {tmp_path}: an answer of split 'train' has no result after ####, '2'; "
         "give a dataset with GSM8K's solutions\n",
@@ -82,14 +80,14 @@ def test_long_solutions_are_left_out_of_the_training_questions_only(tmp_path: Pa
         f"{tmp_path}/out/test.jsonl has 4 questions",
     ]
     done = write_gsm8k(tmp_path / "out", tmp_path, "--most-equations", "2")
-    assert done.stdout.splitlines() == lines
+    assert done.lines.splitlines() == lines
 
 
 @pytest.mark.slow
 def test_the_commands_of_the_page_run_on_the_tiny_model(tmp_path: Path) -> None:
     data, cold = tmp_path / "gsm8k", tmp_path / "cold"
-    lines = [f"{data}/train.jsonl has 300 questions", f"{data}/test.jsonl has 500 questions"]
-    assert write_gsm8k(data, few_examples()).stdout.splitlines() == lines
+    lines = [f"{data}/train.jsonl has 32 questions", f"{data}/test.jsonl has 8 questions"]
+    assert write_gsm8k(data, few_examples(32, 8)).lines.splitlines() == lines
     recipe = ("--config", str(REPO / "recipes/gsm8k_135m.yaml"))
     small = environment(
         f"""ROLLOUT_GLOBAL_BATCH_SIZE=8 STEPS=2 MAX_LENGTH_SAMPLE=48 TRAIN_MICRO_BATCH_SIZE=8
@@ -97,10 +95,10 @@ def test_the_commands_of_the_page_run_on_the_tiny_model(tmp_path: Path) -> None:
         REWARD_FN=reward_correct,reward_format,{RECIPE}:reward_steps"""
     )
     sft = {"SCRIPT": "train_sft.py", "COMPLETION_COLUMN": "completion"}
-    done = run_as_user(cold, *recipe, MODEL_PATH=str(REPO / "tiny"), **small | sft)
+    done = run_as_user_here(cold, *recipe, MODEL_PATH=str(REPO / "tiny"), **small | sft)
     assert done.code == 0, done.errors
     small["MODEL_PATH"] = str(cold / "hf")
-    done = run_as_user(tmp_path / "grpo", *recipe, **small)
+    done = run_as_user_here(tmp_path / "grpo", *recipe, **small)
     assert done.code == 0, done.errors
     steps = [record["step"] for record in done.records if "train-other/loss" in record]
     assert steps == [0, 1]

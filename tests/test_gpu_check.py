@@ -8,8 +8,9 @@ from pathlib import Path
 
 import jax
 import pytest
-from runs import FASTER_TO_COMPILE, REPO, few_examples
+from runs import FASTER_TO_COMPILE, REPO, environment, few_examples, run_as_user_here
 
+import train_grpo
 from fingerprint import commit_of
 from model import blocks
 from model.attention import KV, PackedRows, attention
@@ -135,30 +136,23 @@ def test_the_check_prints_one_line_and_leaves_nothing_behind(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_profiled_run_is_the_run_without_its_last_record(tmp_path: Path) -> None:
+def test_a_profiled_run_is_the_run_without_its_last_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The profiler changes no number of the steps before, and the trace is that of a real run."""
-    keep = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    settings = {
-        "JAX_PLATFORMS": "cpu",
-        "DATASET": str(few_examples()),
-        "STEPS": "2",
-        "EVAL_EVERY_STEPS": "0",
-        "MAX_LENGTH_SAMPLE": "16",
-        "LR_SCHEDULE": "linear",  # to 0 after STEPS steps
-    }
-    programs = {"plain": ["train_grpo.py"], "profiled": ["tools/profile_step.py", tmp_path / "x"]}
-    records = {}
-    for name, program in programs.items():
-        env = keep | FASTER_TO_COMPILE | settings | {"OUTPUT_DIR": str(tmp_path / name)}
-        subprocess.run([sys.executable, *program], cwd=REPO, env=env, check=True)
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        records[name] = [json.loads(line) for line in lines]
-    [record] = records["profiled"]
-    assert [x["step"] for x in records["plain"]] == [0, 1] and record["step"] == 0
+    settings = environment("STEPS=2 EVAL_EVERY_STEPS=0 MAX_LENGTH_SAMPLE=16 BATCH_SIZE=2")
+    settings |= {"LR_SCHEDULE": "linear", "DATASET": str(few_examples(32, 32))}  # to 0 at the end
+    plain = run_as_user_here(tmp_path / "plain", **settings)
+    profiler = {"SCRIPT": "tools/profile_step.py"}
+    monkeypatch.setattr(train_grpo, "log_step", train_grpo.log_step)  # the profiler replaces it
+    profiled = run_as_user_here(tmp_path / "profiled", str(tmp_path / "x"), **settings | profiler)
+    assert (plain.code, profiled.code) == (0, 0), plain.errors + profiled.errors
+    [record] = profiled.records
+    assert [x["step"] for x in plain.records] == [0, 1] and record["step"] == 0
     same = {k: x for k, x in record.items() if not k.startswith(("time/", "memory/", "compile/"))}
     same = {k: x for k, x in same.items() if not k.startswith("throughput/") or "computed" in k}
     assert len(same) > 20
-    assert same.items() <= records["plain"][0].items()
+    assert same.items() <= plain.records[0].items()
     assert len([*(tmp_path / "x").rglob("*.xplane.pb")]) == 1
     profile = json.loads((tmp_path / "x" / "profile.json").read_text())
     assert {"jit_decode", "jit_micro_step"} <= {*profile["programs"]}
@@ -176,7 +170,7 @@ def test_a_profiled_run_is_the_run_without_its_last_record(tmp_path: Path) -> No
 def test_a_profile_that_cannot_be_is_refused_in_one_line(
     arguments: list[str], settings: dict[str, str], message: str, tmp_path: Path
 ) -> None:
-    command = [sys.executable, REPO / "tools" / "profile_step.py", *arguments]
-    done = subprocess.run(command, cwd=tmp_path, env=os.environ | settings, capture_output=True)
-    assert done.returncode in (1, 2) and message in done.stderr.decode().splitlines()[-1]
+    script = {"SCRIPT": "tools/profile_step.py"}
+    done = run_as_user_here(tmp_path / "run", *arguments, **script | settings)
+    assert done.code in (1, 2) and message in done.errors.splitlines()[-1]
     assert not [*tmp_path.iterdir()]

@@ -86,16 +86,16 @@ def test_a_long_text_is_cut_and_an_empty_one_has_a_line() -> None:
     assert lines[1::2] == ["    " + "a" * 400, "    " + "a" * 400 + " ...", "    "]
 
 
-@pytest.mark.parametrize("answer", ["\ud83d", "4 \ude00", "\udcff", "😀 \ud83d"])
-def test_half_a_character_in_an_answer_does_not_end_a_run(tmp_path: Path, answer: str) -> None:
+def test_half_a_character_in_an_answer_does_not_end_a_run(tmp_path: Path) -> None:
     """JSON can hold half an emoji, and UTF-8 cannot."""
-    example = json.dumps({"question": "What is 1 + 1?", "answer": f"{answer} 2"}) + "\n"
+    answers = ["\ud83d 2", "4 \ude00 2", "\udcff 2", "😀 \ud83d 2"]
+    rows = [json.dumps({"question": f"What is 1 + {x!a}?", "answer": x}) + "\n" for x in answers]
     for split in ("train", "test"):
-        (tmp_path / f"{split}.jsonl").write_text(example * 4)
+        (tmp_path / f"{split}.jsonl").write_text("".join(rows))
     done = train(tmp_path / "run", **SMALL, DATASET=str(tmp_path))
     page = (done.out / "report.html").read_text(encoding="utf-8")
-    half = answer.encode("utf-8", "backslashreplace").decode()
-    assert f"{half} 2" in page and "\\ud" in half
+    for half in ("\\ud83d 2", "4 \\ude00 2", "\\udcff 2", "😀 \\ud83d 2"):
+        assert f"answer: {half}<" in page, half
 
 
 # ---- summary.json --------------------------------------------------------------------------------
@@ -115,23 +115,22 @@ def test_the_summary_of_a_run_has_its_last_values_under_their_published_names(do
     assert summary["settings"]["derived.policy_loss_impl"] == "jax"
 
 
-def test_the_summary_says_that_a_run_was_stopped_goes_on_or_has_died(tmp_path: Path) -> None:
-    """Nothing can write the word of a run that kill -9 ends, so its files say that it goes on."""
-    out, settings = tmp_path / "run", SMALL | {"STEPS": "99999", "EVAL_EVERY_STEPS": "0"}
-    process = start(out, settings, 1)
-    wait_for(process, "^step=1 ")
-    process.send_signal(signal.SIGTERM)
-    assert finish(process, out).code == 143
-    assert (summary_of(out)["state"], summary_of(out)["why"]) == ("stopped", "SIGTERM")
-    process = start(out, settings, 1)
+def test_the_summary_says_that_a_run_goes_on_has_died_or_was_stopped(tmp_path: Path) -> None:
+    """Nothing can write the word of a run that kill -9 ends, so its files say that it goes on. A
+    copy of the files of this moment, which nobody locks, is what it leaves."""
+    out, killed = tmp_path / "run", tmp_path / "killed"
+    process = start(out, SMALL | {"STEPS": "99999", "EVAL_EVERY_STEPS": "0"}, 1)
     wait_for(process, "^step=2 ")
     assert tool(out) == (0, f"{out / 'report.html'}\n", "")
     assert summary_of(out)["state"] == "running"
-    process.send_signal(signal.SIGKILL)
-    assert finish(process, out).code == -signal.SIGKILL
-    assert tool(out) == (0, f"{out / 'report.html'}\n", "")
-    assert summary_of(out)["state"] == "died" and summary_of(out)["steps_done"] >= 3
-    assert "run: died after" in (out / "report.html").read_text()
+    shutil.copytree(out, killed)
+    process.send_signal(signal.SIGTERM)
+    assert finish(process, out).code == 143
+    assert (summary_of(out)["state"], summary_of(out)["why"]) == ("stopped", "SIGTERM")
+    assert summary_of(killed)["state"] == "running"
+    assert tool(killed) == (0, f"{killed / 'report.html'}\n", "")
+    assert summary_of(killed)["state"] == "died" and summary_of(killed)["steps_done"] >= 3
+    assert "killed: died after" in (killed / "report.html").read_text()
 
 
 # ---- report.html ---------------------------------------------------------------------------------

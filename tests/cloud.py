@@ -77,7 +77,8 @@ class Cloud:
             address = f"127.0.0.1:{probe.getsockname()[1]}"
         self.lockfile = folder / "libtpu_lockfile"
         self.venv = folder / "venv"  # this Python, in which pip notes what it would install
-        notes = f'case "$*" in "-m pip install "*) echo "$*" >>{folder}/installed; exit ;; esac'
+        notes = f'case "$*" in "-m pip install "*) echo "$*" >>{folder}/installed; exit ;;\n'
+        notes += '"-m pip list") echo "jax 0.10.2"; exit ;; esac'
         write_program(self.venv / "bin" / "python", f'{notes}\nexec "{sys.executable}" "$@"')
         shared = {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": address}
         shared |= {"JAX_NUM_PROCESSES": "2", "LIBTPU_LOCKFILE": str(self.lockfile)}

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import multihost_utils
+from mistakes import few
 from small_model import MODEL
 
 from config import Config
@@ -156,6 +157,8 @@ def test_memory_is_the_compiler_s_limit_on_a_tpu_and_elsewhere_the_device_s_answ
     absent.memory_stats = no_memory_stats
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     assert usable_memory_bytes(absent) == pytest.approx(0.92 * 22 * 2**30)
+    h100 = types.SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3", memory_stats=no_memory_stats)
+    assert f"{usable_memory_bytes(h100) / 2**30:.2f}" == "72.77"
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     assert usable_memory_bytes(absent) == pytest.approx(11 * 2**30)
 
@@ -401,5 +404,5 @@ def test_a_run_that_asks_for_the_kernel_computes_with_it(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(placement, "plan_compute", as_with_jax)
     for impl, kernel in (("jax", None), ("pallas", Kernel("cpu"))):
-        run = set_up(Config.from_env({"POLICY_LOSS_IMPL": impl, "BATCH_SIZE": "2"}))
+        run = set_up(Config.from_env({"POLICY_LOSS_IMPL": impl, "BATCH_SIZE": "2"} | few()))
         assert run.learner.compute.logps_kernel == kernel

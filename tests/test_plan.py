@@ -233,7 +233,6 @@ def test_what_a_plan_cannot_do_is_one_line(
 @pytest.mark.parametrize(
     "name, code, ending, config",
     [
-        ("h100", 0, r"h100: fits, [\d.]+ of 72.77 GiB in \w+", MODEL),
         ("t4", 0, r"t4: fits, [\d.]+ of 13.43 GiB in \w+", MODEL),
         ("l4", 3, r"l4: DOES NOT FIT, [\d.]+ of 20.24 GiB in \w+", WIDE),
     ],

@@ -53,10 +53,11 @@ class Run(NamedTuple):
 
 
 def train(out: Path, **env: str) -> Run:
-    """`python train_grpo.py` in a process of its own, away from the settings of this shell."""
+    """`python train_grpo.py` in a process of its own, away from the settings of this shell, but
+    for the cache of compiled programs."""
     names = {field.name.upper() for field in dataclasses.fields(config.Config)}
-    of_tests = {"XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS"}
-    shell = {k: v for k, v in os.environ.items() if k not in names | of_tests}
+    others = names - {"JAX_COMPILATION_CACHE_DIR"} | {"XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS"}
+    shell = {k: v for k, v in os.environ.items() if k not in others}
     settings = {"JAX_PLATFORMS": "cpu", "WANDB_API_KEY": "", "OUTPUT_DIR": str(out)}
     command = [sys.executable, str(REPO / "train_grpo.py")]
     env = shell | settings | env

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 import yaml
-from runs import environment, few_examples, run_as_user, train_two
+from runs import environment, few_examples, run_as_user, run_as_user_here, train_two
 from stand_in_hub import READ, Hub, serving
 
 from config import Config
@@ -204,10 +204,10 @@ def test_the_same_command_goes_on_to_the_upload_and_a_run_begins_with_what_it_up
 ) -> None:
     settings = SHORT | {"DATASET": str(few_examples())}
     out = tmp_path / "run"
-    refused = run_as_user(out, **settings | {"HF_TOKEN": ""})
+    refused = run_as_user_here(out, **settings | {"HF_TOKEN": ""})
     assert refused.code == 2 and refused.errors.count("\n") == 1 and not refused.records
     hub.commit_status = 507
-    failed = run_as_user(out, **settings)
+    failed = run_as_user_here(out, **settings)
     last = failed.errors.splitlines()[-1]
     assert failed.code == 1 and last.startswith(
         "error: PUSH_TO_HUB=me/model: the upload has failed"
@@ -217,17 +217,18 @@ def test_the_same_command_goes_on_to_the_upload_and_a_run_begins_with_what_it_up
     summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     assert (summary["state"], summary["steps_done"]) == ("failed", 2)
     hub.commit_status = 200
-    done = run_as_user(out, **settings)
+    done = run_as_user_here(out, **settings)
     assert done.code == 0 and "\nresumed after 2 of 2 steps\n" in done.lines, done.errors
     assert done.records == failed.records
     files = hub.files["me/model"]
     assert files.items() >= files_of(out / "hf").items() and hub.private["me/model"]
     rows = rows_of(done.records)
     assert len(rows) == 2 and "\n".join(rows) in files["README.md"].decode()
-    asked = run_as_user(out, "--ask", "1+2?", HF_TOKEN="")  # it uploads nothing
+    asked = run_as_user_here(out, "--ask", "1+2?", HF_TOKEN="")  # it uploads nothing
     assert asked.code == 0, asked.errors
 
     # Adapters for the uploaded model go to another repository; then they are evaluated from there.
+    # Downloads are in processes, because huggingface_hub reads the folder of its cache once.
     adapters = {"MODEL_PATH": "me/model", "LORA_RANK": "2", "PUSH_TO_HUB": "team/adapters"}
     trained = run_as_user(tmp_path / "adapters", **settings | adapters)
     assert trained.code == 0, trained.errors

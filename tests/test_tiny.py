@@ -1,9 +1,8 @@
 """Claims about tiny/: its dataset is right, and it can be made again."""
 
 import json
-import random
 import re
-import shutil
+import sys
 from pathlib import Path
 
 import jax
@@ -46,18 +45,27 @@ def test_every_shown_step_and_answer_is_right() -> None:
         assert extract_answer(example["answer"]) == parse_number(steps[1][3])
 
 
-def test_make_tiny_makes_this_dataset() -> None:
-    made = make.word_problems(random.Random(make.SEED))
-    assert made == (examples("train"), examples("test"))
+EXPERTS = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 32}
+EXPERTS |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 192}
+EXPERTS |= {"norm_topk_prob": True}  # docs/experts.md makes this model
 
 
 @pytest.mark.slow
-def test_every_stage_of_its_supervised_training_takes_a_step(tmp_path: Path) -> None:
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(TINY / name, tmp_path)
-    stages = [stage._replace(steps=1, prompts=16) for stage in make.STAGES]
-    make.warm_up(tmp_path, examples("train")[:16], stages)
-    trained, model = load_file(tmp_path / "model.safetensors"), hf.read_config(TINY)
+def test_make_tiny_makes_these_files_and_each_stage_trains_all_weights_of_another_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warm_up, stages = make.warm_up, [x._replace(steps=1, prompts=16) for x in make.STAGES]
+    monkeypatch.setattr(
+        make, "warm_up", lambda folder, examples, _: warm_up(folder, examples[:16], stages)
+    )
+    argv = ["make.py", "--folder", str(tmp_path), "--config", json.dumps(EXPERTS)]
+    monkeypatch.setattr(sys, "argv", argv)
+    make.main()
+    for name in ("train.jsonl", "test.jsonl", "tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / name).read_bytes() == (TINY / name).read_bytes(), name
+    config = json.loads((TINY / "config.json").read_text()) | EXPERTS
+    assert json.loads((tmp_path / "config.json").read_text()) == config
+    trained, model = load_file(tmp_path / "model.safetensors"), hf.read_config(tmp_path)
     untrained = dict(hf.hf_tensors(init_params(model, jax.random.key(make.SEED)), model))
     assert trained.keys() == untrained.keys()
     for name, weights in trained.items():

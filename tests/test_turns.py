@@ -12,15 +12,15 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dialogues import END, GAMES, TOKENIZER, Script, answers, ids_of, user
+from dialogues import END, GAMES, TINY, TOKENIZER, Script, answers, ids_of, user
 from games import Echo
-from mistakes import mistake_of
+from mistakes import few, mistake_of, refused
 from replay import (
     BETA,
     EPS_HIGH,
@@ -33,25 +33,27 @@ from replay import (
     by_hand,
     update_by_hand,
 )
-from runs import APPLES, REPO, environment, few_examples, run_as_user, train
-from small_model import GEMMA_TEMPLATES, NEVER, PAD, PROMPTS, QWEN2, layout, weights
+from runs import APPLES, REPO, run_as_user_here, environment, train
+from small_model import GEMMA_TEMPLATES, NEVER, PAD, PROMPTS, QWEN2, layout
 
+from chat import ChatFormat
 from config import DEFAULT_TURNS, Config
 from data import Prompt, build_prompts, pad_prompts
 from evaluation import answer_questions
 from extras.turns import TurnEnvironments, tool_calls
 from infra.log import Clock
 from infra.mistakes import UserMistake
+from infra.reward_worker import RewardWorker
 from infra.sizes import turn_batch_size, turn_width
-from model import families
+from model import families, hf
 from model.network import ComputeConfig
 from model.next_token import Sampling
-from model.params import ModelConfig, Rope, Variant, param_table
+from model.params import Rope, Variant, param_table
 from rollout import gather_batch, prompts_of_round, reward_completions, sample_completions
 from rows import Batch
 from run import Run
 from sampling import Completions, NaiveBackend, Stopping
-from startup import set_up
+from startup import open_environments, set_up
 from tools.plan import list_programs, make_plan
 
 QWEN3 = str(REPO / "docs" / "qwen3_turns.jinja")
@@ -68,8 +70,31 @@ def text_of(ids: list[int]) -> str:
 def run_of(name: str, settings: str = "", **more: str) -> Run:
     """A run with an environment of games.py."""
     env = environment(f"SYSTEM_PROMPT=Add. NUM_PRE_Q=2 BATCH_SIZE=8 EVAL_EVERY_STEPS=0 {settings}")
-    env |= {"ENVIRONMENT_CLASS": f"{GAMES}:{name}", "DATASET": str(few_examples())}
+    env |= few() | {"ENVIRONMENT_CLASS": f"{GAMES}:{name}"}
     return set_up(Config.from_env(env | more))
+
+
+WORKERS: dict[str, RewardWorker] = {}  # tests share that of games.py
+
+
+@functools.cache
+def chat_format_of(template: str, **kwargs: Any) -> ChatFormat:
+    system = {"role": "system", "content": "Add."}
+    return ChatFormat(hf.load_tokenizer(TINY, template), [system], kwargs=kwargs)
+
+
+def opened(
+    name: str,
+    template: str = "",
+    file: Path = GAMES,
+    workers: dict[str, RewardWorker] = WORKERS,
+    chat_format: ChatFormat | None = None,
+    **settings: Any,
+) -> TurnEnvironments:
+    """The environments of a class without a run, until others of its worker are opened. A worker
+    in which a request fails ends."""
+    cfg = Config(environment_class=f"{file}:{name}", **settings)
+    return open_environments(cfg, workers, chat_format or chat_format_of(template), [END])
 
 
 class Talk(NamedTuple):
@@ -152,8 +177,7 @@ def test_the_messages_of_a_dialogue_are_those_of_gemma_s_template(
     assert text_of(found.prompts[0].ids) == f"<|im_start|>user\nAdd.\n\nGuess.{opening}"
     message = f"\n<|im_start|>user\nIt is lower.{opening}"
     assert found.parts(0) == [(1, "40<|im_end|>"), (0, message), (1, "33<|im_end|>")]
-    told = mistake_of(ENVIRONMENT_CLASS=f"{GAMES}:Calculator", CHAT_TEMPLATE=str(file))
-    assert "has tools, and the chat template does not tell the model to call them" in told
+    refused(lambda: opened("Calculator", str(file)), "template does not tell the model to call")
 
 
 def test_passes_of_later_turns_have_few_sizes_and_widths() -> None:
@@ -203,25 +227,20 @@ def test_two_calls_of_a_turn_are_answered_together_and_a_turn_without_a_call_end
 
 # Tokens of local layers see four, which is less than the prompts with their completions have.
 LOCAL = dict(tied=True, qkv_bias=False, layer_variants=(1, 0, 1), **families.GEMMA)
+LOCAL |= {"qk_norm": False, "attention_softcap": 0.5, "logits_softcap": 3.0}  # as in Gemma 2
 LOCAL["variants"] = Variant(Rope(100.0, factor=8.0)), Variant(Rope(30.0), window=4)
-GEMMA = dataclasses.replace(QWEN2, **LOCAL)
-CAPS = {"qk_norm": False, "attention_softcap": 0.5, "logits_softcap": 3.0}
-MODELS = {"qwen2": QWEN2, "gemma3": GEMMA, "gemma2": dataclasses.replace(GEMMA, **CAPS)}
 
 
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_a_later_turn_draws_what_the_completion_would_have_drawn_at_these_places(
-    model: ModelConfig,
-) -> None:
+def test_a_later_turn_draws_what_the_completion_would_have_drawn_at_these_places() -> None:
     """The random numbers of a token follow from its place in the completion, and twelve tokens are
     the room for all turns, on four devices. Sequences without room draw nothing."""
+    model = dataclasses.replace(QWEN2, **LOCAL)
     key, sampling = jax.random.key(5), Sampling(0.7, top_k=9, record_support=True)
     ids = np.arange(8, dtype=np.int32)
     compute = ComputeConfig(model, jnp.dtype("float32"), layout(2, 1, 2))
     rng = np.random.default_rng(0)
     backend = NaiveBackend(compute, Stopping(12, (NEVER,), PAD), True)
     params = jax.tree.map(lambda leaf: 0.4 * rng.standard_normal(leaf.shape), param_table(model))
-    params = weights() if model is QWEN2 else params
     backend.update_weights(jax.tree.map(np.float32, params))
     whole = backend.generate(*pad_prompts(PROMPTS, 9, PAD), ids, key, sampling)
     assert whole.lengths.tolist() == [12] * 8
@@ -322,7 +341,7 @@ def test_without_max_turns_an_environment_has_eight_turns() -> None:
 
 
 def test_each_episode_has_a_new_object() -> None:
-    counter = run_of("Counter").rollout.environments
+    counter = opened("Counter")
     for _ in range(2):
         counter.reset(1, [0, 1], [{}, {}], 2)
         assert counter.get_reward(["", ""], [1, 0]) == [1, 1]
@@ -389,7 +408,7 @@ ANSWERS = {
 def test_a_call_is_answered_with_what_the_tool_returns_or_with_its_error(
     call: str, answer: str
 ) -> None:
-    calculator = run_of("Calculator", CHAT_TEMPLATE=QWEN3).rollout.environments
+    calculator = opened("Calculator", QWEN3)
     calculator.reset(1, [0], [{}], 1)
     message = text_of(answer_of(calculator, 0, 1, f"<tool_call>\n{call}\n</tool_call>"))
     assert f"<tool_response>\n{answer}" in message
@@ -439,7 +458,7 @@ TYPED = {  # a value as JSON, or as the text of a parameter: what the tool gets
 def test_a_tool_gets_values_of_its_annotated_types_or_the_policy_an_error(
     written: tuple[str, str, str | None], answer: str
 ) -> None:
-    typed = run_of("Typed", CHAT_TEMPLATE=QWEN3).rollout.environments
+    typed = opened("Typed", QWEN3)
     typed.reset(1, [0], [{}], 1)
     name, as_json, as_text = written
     calls = [call_of("show", f'{{"{name}": {as_json}}}')]
@@ -453,7 +472,7 @@ def test_a_tool_gets_values_of_its_annotated_types_or_the_policy_an_error(
 def test_a_complete_call_without_its_closing_tag_is_answered_with_what_is_missing(
     call: str,
 ) -> None:
-    calculator = run_of("Calculator", CHAT_TEMPLATE=QWEN3).rollout.environments
+    calculator = opened("Calculator", QWEN3)
     calculator.reset(1, [0], [{}], 1)
     closed = f"<tool_call>{call}</tool_call>"
     for text in (f"<tool_call>\n{call}", f"<tool_call>{call}\nI wait."):
@@ -467,29 +486,29 @@ def test_a_complete_call_without_its_closing_tag_is_answered_with_what_is_missin
 
 def test_control_tokens_in_the_answer_of_an_environment_are_its_characters(tmp_path: Path) -> None:
     """Tokens of the answer 1<|im_end|>2 alone: those that spell <|im_end|> between 1 and 2."""
-    calculator = run_of("Calculator", CHAT_TEMPLATE=QWEN3).rollout.environments
+    calculator = opened("Calculator", QWEN3)
     calculator.reset(1, [0], [{}], 1)
     code = "raise ValueError('1<|im_end|>2\\n<|im_start|>assistant\\nI won.')"
     calls = f"<tool_call>{call_of('roll', '{}')}</tool_call><tool_call>{xml_call('run', code=code)}"
     ids = answer_of(calculator, 0, 1, f"{calls}</tool_call>")
     error = "error: ValueError: 1<|im_end|>2\n<|im_start|>assistant\nI won."
     assert error in text_of(ids)
-    # A template may leave out a part of an answer.
-    cuts = Path(QWEN3).read_text().replace("{{ content }}", "{{ content.split('CUT')[-1] }}")
-    (tmp_path / "cuts.jinja").write_text(cuts)
-    cutting = run_of("Calculator", CHAT_TEMPLATE=str(tmp_path / "cuts.jinja")).rollout.environments
-    cutting.reset(1, [0], [{}], 1)
-    cut = xml_call("run", code="raise ValueError('<|im_end|>CUT<|im_start|>')")
-    message = text_of(answer_of(cutting, 0, 1, f"<tool_call>{cut}</tool_call>"))
-    assert "<tool_response>\n<|im_start|>\n</tool_response>" in message
     # The control tokens are those of a message without these texts.
     plain = answer_of(calculator, 0, 1, f"<tool_call>{call_of('roll', '{}')}</tool_call>" * 2)
     control = [END, TOKENIZER.token_to_id("<|im_start|>")]
     assert [i for i in ids if i in control] == [i for i in plain if i in control] != []
+    # A template may leave out a part of an answer.
+    cuts = Path(QWEN3).read_text().replace("{{ content }}", "{{ content.split('CUT')[-1] }}")
+    (tmp_path / "cuts.jinja").write_text(cuts)
+    cutting = opened("Calculator", str(tmp_path / "cuts.jinja"))
+    cutting.reset(1, [0], [{}], 1)
+    cut = xml_call("run", code="raise ValueError('<|im_end|>CUT<|im_start|>')")
+    message = text_of(answer_of(cutting, 0, 1, f"<tool_call>{cut}</tool_call>"))
+    assert "<tool_response>\n<|im_start|>\n</tool_response>" in message
 
 
 def test_the_tools_of_a_concurrent_class_wait_at_the_same_time() -> None:
-    waits, numbers = run_of("Waits", CHAT_TEMPLATE=QWEN3).rollout.environments, [*range(64)]
+    waits, numbers = opened("Waits", QWEN3), [*range(64)]
     waits.reset(1, numbers, [{}] * 64, 1)
     calls = [
         f"<tool_call>{call_of('look_up', json.dumps({'number': i}))}</tool_call>" for i in numbers
@@ -503,8 +522,7 @@ def test_the_tools_of_a_concurrent_class_wait_at_the_same_time() -> None:
 
 
 def test_arguments_of_the_template_hold_for_the_model_s_later_turns() -> None:
-    off = {"CHAT_TEMPLATE_KWARGS": '{"enable_thinking": false}', "CHAT_TEMPLATE": QWEN3}
-    higher = run_of("Higher", **off).rollout.environments
+    higher = opened("Higher", chat_format=chat_format_of(QWEN3, enable_thinking=False))
     higher.reset(1, [0], [{"answer": "#### 5"}], 1)
     no_thought = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     message = f"\n<|im_start|>user\nIt is higher.<|im_end|>\n{no_thought}"
@@ -528,7 +546,7 @@ DICE = ("Dice", "NUM_PRE_Q=4 MAX_TURNS=3")
 
 def rolls(seed: int, round_number: int, number: int, turn: int) -> tuple[str, str]:
     """What the dice of a completion say in a turn, after a round has begun with 16 completions."""
-    dice = run_of(DICE[0], f"{DICE[1]} SEED={seed}").rollout.environments
+    dice = opened("Dice", seed=seed)
     dice.reset(round_number, range(16), [{}] * 16, 4)
     message = text_of(answer_of(dice, number, turn, ""))
     return re.search(r"user\n (\d+) (\d+)<", message).groups()
@@ -543,7 +561,7 @@ def test_random_numbers_follow_from_the_seed_the_round_the_completion_and_the_tu
 
 
 def test_each_call_of_a_turn_has_random_numbers_of_its_own() -> None:
-    calculator = run_of("Calculator", CHAT_TEMPLATE=QWEN3).rollout.environments
+    calculator = opened("Calculator", QWEN3)
     calculator.reset(1, [0], [{}], 1)
     calls = f"<tool_call>{call_of('roll', '{}')}</tool_call>" * 2
     said = [text_of(answer_of(calculator, 0, 1, calls)) for _ in range(2)]
@@ -734,10 +752,10 @@ def test_a_template_that_asks_for_calls_in_a_form_that_is_not_read_is_refused(
         text = text.replace(line, other)
     file.write_text(text)
     if is_read:
-        assert run_of("Calculator", CHAT_TEMPLATE=str(file)).rollout.environments
+        assert opened("Calculator", str(file)).chat_format.tools
         return
-    told = mistake_of(ENVIRONMENT_CLASS=f"{GAMES}:Calculator", CHAT_TEMPLATE=str(file))
-    assert f"as <tool_call> with JSON or <function=NAME>{words}" in told
+    line = f"as <tool_call> with JSON or <function=NAME>{words}"
+    refused(lambda: opened("Calculator", str(file)), line)
 
 
 @pytest.fixture(scope="module")
@@ -764,15 +782,12 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_class_that_is_no_environment_is_told_before_the_run_begins(bad, name, words) -> None:
-    told = mistake_of(ENVIRONMENT_CLASS=f"{bad}:{name}", CHAT_TEMPLATE=QWEN3)
-    assert told.startswith("ENVIRONMENT_CLASS") and f"bad.py:{name}" in told and words in told
+    refused(lambda: opened(name, QWEN3, bad, {}), "ENVIRONMENT_CLASS", f"bad.py:{name}", words)
 
 
 def test_the_limit_of_a_call_is_no_limit_of_the_imports_for_tools() -> None:
     """Tools are described with transformers, which takes most of a second to import."""
-    assert run_of(
-        "Calculator", "REWARD_TIMEOUT_S=0.1", CHAT_TEMPLATE=QWEN3
-    ).rollout.chat_format.tools
+    assert opened("Calculator", QWEN3, workers={}, reward_timeout_s=0.1).chat_format.tools
 
 
 @pytest.mark.parametrize(
@@ -798,8 +813,7 @@ def test_settings_that_do_not_suit_an_environment_are_told_in_a_line(env, words)
     ],
 )
 def test_a_template_that_cannot_hold_several_turns_is_told(bad, template, words) -> None:
-    env = {"CHAT_TEMPLATE": str(bad.parent / f"{template}.jinja")}
-    assert words in mistake_of(ENVIRONMENT_CLASS=f"{GAMES}:Higher", **env)
+    refused(lambda: opened("Higher", str(bad.parent / f"{template}.jinja")), words)
 
 
 @pytest.mark.parametrize(
@@ -817,8 +831,9 @@ def test_a_template_that_cannot_hold_several_turns_is_told(bad, template, words)
     ],
 )
 def test_an_environment_that_fails_in_an_episode_is_told_in_a_line(bad, name, words) -> None:
-    env = {"ENVIRONMENT_CLASS": f"{bad}:{name}", "DATASET": str(few_examples())}
-    run = set_up(Config.from_env(env | {"EVAL_EVERY_STEPS": "0"}))
+    run, environments = run_of("Higher"), opened(name, file=bad, workers={})
+    rollout = dataclasses.replace(run.rollout, environments=environments)
+    run = dataclasses.replace(run, rollout=rollout)
     with pytest.raises(UserMistake, match=words) as error:
         talk(run, [["1<|im_end|>", "2<|im_end|>"]] * 2, K=2)
     told = str(error.value)
@@ -933,7 +948,6 @@ def test_the_gradient_of_a_step_is_that_of_the_drawn_tokens(saved: Saved) -> Non
 def test_ask_shows_the_dialogue_and_its_rewards(tmp_path: Path) -> None:
     question = "--ask", APPLES, "--answer", "18"
     env = {"ENVIRONMENT_CLASS": f"{GAMES}:Higher", "MAX_TURNS": "3", "MAX_LENGTH_SAMPLE": "100"}
-    env["OUTPUT_DIR"] = ""
-    asked = run_as_user(tmp_path / "asked", *question, **env)
+    asked = run_as_user_here(tmp_path / "asked", *question, **env)
     assert asked.code == 0, asked.errors
     assert asked.lines.endswith(f"\n{APPLES}\n\n{DIALOGUE}\n\nget_reward 0\n")

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,6 +46,21 @@ def examples_of(n: int, first: int = 0) -> list[dict[str, str]]:
 
 def system(text: str) -> dict[str, str]:
     return {"role": "system", "content": text}
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def tokenizer_of(template: object = None) -> Any:
+    """The tokenizer in tiny/, with this chat template instead of its own."""
+    tokenizer = hf.load_tokenizer(ROOT / "tiny")
+    tokenizer.chat_template = template or tokenizer.chat_template
+    return tokenizer
 
 
 def format_of(tokenizer: object, system_prompt: str, tools: list = ()) -> ChatFormat:
@@ -142,15 +158,10 @@ def test_held_out_questions_that_stand_in_train_are_left_out_and_a_line_counts_t
     refused(lambda: load_examples(file, "", "test"), message)
 
 
-@pytest.mark.parametrize(
-    "number, text",
-    [
-        ("-1", "-1"),
-        ("0.1", "0.1"),
-        ("12345678901234567890123", "12345678901234567890123"),
-        ("1E+22", "1e+22"),
-    ],
-)
+NUMBERS = {x: x for x in ("-1", "0.1", "12345678901234567890123")} | {"1E+22": "1e+22"}
+
+
+@pytest.mark.parametrize("number, text", NUMBERS.items())
 def test_an_answer_that_is_a_number_of_json_is_its_text(tmp_path, number, text) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text(f'{{"problem": "?", "target": {number}, "answer": true}}\n' * 2)
@@ -217,12 +228,11 @@ def test_a_column_that_another_replaces_is_named_unless_both_are_the_same(
         file = str(write(tmp_path / "sums.jsonl", examples))
         columns = {"question": question, "answer": answer}
         load_examples(file, "", "train", question, answer, needs_answers=False)
-        expected = [
-            f"left out column {name!r} of split 'train': {name.upper()}_COLUMN={columns[name]} "
-            "replaces it"
-            for name in names
+        begun, told = "left out column", capsys.readouterr().out.splitlines()
+        given = [
+            f"{name!r} of split 'train': {name.upper()}_COLUMN={columns[name]}" for name in names
         ]
-        assert capsys.readouterr().out.splitlines() == expected
+        assert told == [f"{begun} {each} replaces it" for each in given]
 
 
 @pytest.mark.parametrize(
@@ -250,9 +260,8 @@ def test_examples_without_answers_are_data_if_nothing_needs_answers(
     assert [e.get("answer", "absent") for e in examples[:3]] == answers
     assert len({tuple(e) for e in examples}) == 1, "every example has every column"
     if answers != ["5", None, "5"]:
-        number = 1 + [isinstance(x, str) and x not in ("absent", " ", "") for x in answers].index(
-            False
-        )
+        texts = [isinstance(x, str) and x not in ("absent", " ", "") for x in answers]
+        number = 1 + texts.index(False)
         words = f"a.jsonl example {number} has no text in '{column}'"
         refused(lambda: load_examples(file, "", "train", *names), words)
 
@@ -395,7 +404,7 @@ EXAMPLES = [
 
 
 def test_prompts_are_the_tokens_of_the_chat_template() -> None:
-    tokenizer = hf.load_tokenizer(ROOT / "tiny")
+    tokenizer = tokenizer_of()
     prompts = build_prompts(EXAMPLES, format_of(tokenizer, SYSTEM))
     for prompt, example in zip(prompts, EXAMPLES, strict=True):
         question = {"role": "user", "content": example["question"]}
@@ -415,7 +424,7 @@ def test_tokenizing_in_batches_changes_neither_ids_nor_order_nor_fingerprint(
     monkeypatch: pytest.MonkeyPatch, batch: int
 ) -> None:
     monkeypatch.setattr("data.TOKENIZED_AT_ONCE", batch)
-    prompts = build_prompts(EXAMPLES, format_of(hf.load_tokenizer(ROOT / "tiny"), SYSTEM))
+    prompts = build_prompts(EXAMPLES, format_of(tokenizer_of(), SYSTEM))
     assert [len(prompt.ids) for prompt in prompts] == [61, 63, 38]
     assert prompts[2].ids[-9:] == [20, 33, 2, 201, 1, 394, 503, 543, 201]
     assert json_digest(prompt[:2] for prompt in prompts) == "85c92d728858", "of all prompts at once"
@@ -469,28 +478,17 @@ def test_a_terminal_shows_how_many_prompts_are_tokenized(monkeypatch: pytest.Mon
     monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setattr("infra.log.BAR_DELAY_S", 0)
-    build_prompts(EXAMPLES, format_of(hf.load_tokenizer(ROOT / "tiny"), SYSTEM))
+    build_prompts(EXAMPLES, format_of(tokenizer_of(), SYSTEM))
     assert "tokenizing:   0%" in terminal.getvalue() and "0/3" in terminal.getvalue()
 
 
 # ---- Message lists -------------------------------------------------------------------------------
 
 
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
-
-
 def prompts_of(file: Path, system_prompt: str, *columns: str) -> list[list[int]]:
     """The token ids of the prompts of the split train of a file."""
-    chat_format = ChatFormat(
-        hf.load_tokenizer(ROOT / "tiny"),
-        read_prefix_messages(system_prompt),
-        [system("By default.")],
-    )
+    messages = read_prefix_messages(system_prompt)
+    chat_format = ChatFormat(tokenizer_of(), messages, [system("By default.")])
     prompts = build_prompts(load_examples(str(file), "", "train", *columns), chat_format)
     return [prompt.ids for prompt in prompts]
 
@@ -557,16 +555,13 @@ SYSTEM_CASES = [  # SYSTEM_PROMPT's messages, the question, and the messages tha
 def test_a_system_message_of_the_data_wins_and_messages_get_no_default_one(
     prefix_messages: list, question: object, rendered: list
 ) -> None:
-    chat_format = ChatFormat(
-        hf.load_tokenizer(ROOT / "tiny"), prefix_messages, [system("By default.")]
-    )
+    chat_format = ChatFormat(tokenizer_of(), prefix_messages, [system("By default.")])
     example = {"question": "2+2?"} | ({"prompts": question} if isinstance(question, list) else {})
     assert chat_format.messages_of(example) == rendered
 
 
 def test_without_a_system_role_the_system_message_stands_in_front_of_the_first_question():
-    tokenizer = hf.load_tokenizer(ROOT / "tiny")
-    tokenizer.chat_template = (
+    tokenizer = tokenizer_of(
         "{% for m in messages if m.role != 'system' %}{{ m.content }}|{% endfor %}"
     )
     prefix_messages = [system("Set."), user("1+1?"), assistant("2")]
@@ -576,23 +571,18 @@ def test_without_a_system_role_the_system_message_stands_in_front_of_the_first_q
     assert [tokenizer.decode(prompt.ids) for prompt in prompts] == texts
 
 
-@pytest.mark.parametrize(
-    "question, message",
-    [
-        (
-            [user("2?"), assistant("4")],
-            "last message must be the user's question, not {'role': 'assistant', 'content': '4'}",
-        ),
-        (
-            [user(" ")],
-            "the last message must be the user's question, not {'role': 'user', 'content': ' '}",
-        ),
-        ([user("2?"), "4"], 'message 2 is \'4\', and not {"role": "user", '),
-        ([{"role": "user"}], "message 1 is {'role': 'user'}, and not"),
-        ([user("2?"), {"role": "tool", "content": None}], "message 2 is {'role': 'tool', 'cont"),
-        ([], "has no text in 'prompt', but []"),
-    ],
-)
+LAST = "the last message must be the user's question, not {'role': "
+NO_PROMPTS = [
+    ([user("2?"), assistant("4")], f"{LAST}'assistant', 'content': '4'}}"),
+    ([user(" ")], f"{LAST}'user', 'content': ' '}}"),
+    ([user("2?"), "4"], 'message 2 is \'4\', and not {"role": "user", '),
+    ([{"role": "user"}], "message 1 is {'role': 'user'}, and not"),
+    ([user("2?"), {"role": "tool", "content": None}], "message 2 is {'role': 'tool', 'cont"),
+    ([], "has no text in 'prompt', but []"),
+]
+
+
+@pytest.mark.parametrize("question, message", NO_PROMPTS)
 def test_a_list_that_is_no_prompt_is_refused_by_its_example(tmp_path, question, message):
     examples = [{"prompt": [user("1?")], "answer": "1"}, {"prompt": question, "answer": "2"}]
     file = write(tmp_path / "a.jsonl", examples)
@@ -645,19 +635,13 @@ THINKS = (
 
 
 def thinking_format(**kwargs: object) -> ChatFormat:
-    tokenizer = hf.load_tokenizer(ROOT / "tiny")
-    tokenizer.chat_template = THINKS
-    return ChatFormat(tokenizer, [], kwargs=kwargs)
+    return ChatFormat(tokenizer_of(THINKS), [], kwargs=kwargs)
 
 
-@pytest.mark.parametrize(
-    "kwargs, end",
-    [
-        ({}, ""),
-        ({"enable_thinking": True}, ""),
-        ({"enable_thinking": False}, "<think>\n\n</think>\n\n"),
-    ],
-)
+OFF = {"enable_thinking": False}, "<think>\n\n</think>\n\n"
+
+
+@pytest.mark.parametrize("kwargs, end", [({}, ""), ({"enable_thinking": True}, ""), OFF])
 def test_arguments_of_the_template_turn_thinking_on_and_off(kwargs: dict, end: str) -> None:
     chat_format = thinking_format(**kwargs)
     check_chat_format(chat_format, math.inf)
@@ -667,9 +651,7 @@ def test_arguments_of_the_template_turn_thinking_on_and_off(kwargs: dict, end: s
 
 def test_an_argument_that_the_template_does_not_read_is_refused_by_its_name() -> None:
     for name in ("enable_thinkng", "content", "messages", "tools", "range", "bos_token"):
-        words = (
-            f"the chat template does not use '{name}', or every run sets it; it uses effort, ena"
-        )
+        words = f"template does not use '{name}', or every run sets it; it uses effort, ena"
         chat_format = thinking_format(**{name: False})
         refused(lambda x=chat_format: check_chat_format(x, math.inf), "CHAT_TEMPLATE_KWARGS", words)
 
@@ -686,10 +668,8 @@ def test_a_template_that_writes_no_texts_is_refused() -> None:
 
 def test_an_argument_that_the_template_refuses_is_named() -> None:
     chat_format = thinking_format(effort="most")
-    words = (
-        'fails on messages of user and CHAT_TEMPLATE_KWARGS={"effort": "most"}: TemplateError: no'
-    )
-    refused(lambda: check_chat_format(chat_format, math.inf), words)
+    words = 'messages of user and CHAT_TEMPLATE_KWARGS={"effort": "most"}: TemplateError: no'
+    refused(lambda: check_chat_format(chat_format, math.inf), f"fails on {words}")
 
 
 # ---- Chat templates ------------------------------------------------------------------------------
@@ -725,36 +705,25 @@ TEMPLATES = [  # a template, the tools, and the prompt of "2+2?" with the system
 
 @pytest.mark.parametrize("template, tools, text", TEMPLATES)
 def test_a_prompt_is_what_the_template_writes(template: object, tools: list, text: str) -> None:
-    tokenizer = hf.load_tokenizer(ROOT / "tiny")
-    tokenizer.chat_template = template
+    tokenizer = tokenizer_of(template)
     (prompt,) = build_prompts(EXAMPLES[2:], format_of(tokenizer, "Think.", tools))
     assert tokenizer.decode(prompt.ids) == text
 
 
 def test_named_templates_without_a_default_are_refused() -> None:
-    tokenizer = hf.load_tokenizer(ROOT / "tiny")
-    tokenizer.chat_template = {"rag": "{{ messages[0].content }}"}
+    tokenizer = tokenizer_of({"rag": "{{ messages[0].content }}"})
     words = "MODEL_PATH (or CHAT_TEMPLATE): its chat template fails on messages of user: ValueError"
-    refused(
-        lambda: build_prompts(EXAMPLES[2:], format_of(tokenizer, "Think.")),
-        words,
-        "multiple",
-        "rag",
-    )
+    chat_format = format_of(tokenizer, "Think.")
+    refused(lambda: build_prompts(EXAMPLES[2:], chat_format), words, "multiple", "rag")
 
 
-@pytest.mark.parametrize(
-    "end, expected",
-    [
-        ("\n<|im_start|>", 1),
-        ("<|endoftext|><|im_end|>", 0),
-        ("</answer>", 557),  # an added token that is not special
-        ("\n\n### Human:", None),
-    ],
-)
+# </answer> is an added token that is not special.
+ENDS = {"\n<|im_start|>": 1, "<|endoftext|><|im_end|>": 0, "</answer>": 557, "\n\n### Human:": None}
+
+
+@pytest.mark.parametrize("end, expected", ENDS.items())
 def test_the_token_behind_an_answer_is_found_by_writing_one(end: str, expected: int | None) -> None:
-    tokenizer = hf.load_tokenizer(ROOT / "tiny")
-    tokenizer.chat_template = (
+    tokenizer = tokenizer_of(
         "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}"
         f"{{{{ {end!r} }}}}{{% endif %}}{{% endfor %}}{{{{ '<think>' if add_generation_prompt }}}}"
     )
@@ -765,7 +734,7 @@ def test_the_token_behind_an_answer_is_found_by_writing_one(end: str, expected: 
 
 def test_a_template_that_writes_the_bos_token_as_gemma_s_does_gives_it_once() -> None:
     """Its tokenizer would add the token to any text, and its template has no role of a system."""
-    tokenizer = hf.load_tokenizer(ROOT / "tiny")
+    tokenizer = tokenizer_of()
     tokenizer.bos_token = bos = "<|im_start|>"
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, 1)]
@@ -778,7 +747,7 @@ def test_a_template_that_writes_the_bos_token_as_gemma_s_does_gives_it_once() ->
 
 
 def test_a_template_without_the_bos_token_that_the_tokenizer_adds_gets_a_note(capsys) -> None:
-    tokenizer = hf.load_tokenizer(ROOT / "tiny")
+    tokenizer = tokenizer_of()
     tokenizer.bos_token = bos = "<|endoftext|>"
     check_chat_format(ChatFormat(tokenizer, []), math.inf)
     assert capsys.readouterr().out == "", "this tokenizer does not add it"
@@ -835,19 +804,17 @@ def test_a_template_whose_prompts_lack_the_header_of_answers_is_refused(
     template: str, header: str
 ) -> None:
     """The policy would have to sample it, and supervised training would train on it."""
-    tokenizer = hf.load_tokenizer(ROOT / "tiny")
-    tokenizer.chat_template = template
+    tokenizer = tokenizer_of(template)
     chat_format = ChatFormat(tokenizer, [])
     if not header:
         check_chat_format(chat_format, math.inf)
         return
-    words = (
-        f"its chat template writes {header!r} before an answer, but not after a prompt; set CHAT"
-    )
+    words = f"template writes {header!r} before an answer, but not after a prompt; set CHAT"
     refused(lambda: check_chat_format(chat_format, math.inf), "MODEL_PATH (or CHAT", words)
 
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+QWEN3 = (ROOT / "docs" / "qwen3_turns.jinja").read_text(encoding="utf-8")
 BY_ROLE = (
     "{% for m in messages if m.role in ('system', 'user', 'assistant') %}{{ m.role }}: "
     "{{ m.content | trim }}\n{% endfor %}"
@@ -858,23 +825,19 @@ BY_ROLE = (
     "template, messages, line",
     [
         # vLLM names the thoughts of a model `reasoning`, and templates read `reasoning_content`.
-        ("qwen3", {"reasoning_content": "2 and 2", "name": ""}, ""),
+        (QWEN3, {"reasoning_content": "2 and 2", "name": ""}, ""),
         (BY_ROLE, {"reasoning": "4", "loss": 1, "id": 7}, "assistant.loss, assistant.reasoning"),
-        ("qwen3", {"tool_calls": [CALL]}, ""),
+        (QWEN3, {"tool_calls": [CALL]}, ""),
         (BY_ROLE, {"tool_calls": [CALL]}, "assistant.tool_calls; set CHAT_TEMPLATE"),
-        ("qwen3", {"role": "developer"}, ""),
+        (QWEN3, {"role": "developer"}, ""),
         (BY_ROLE, {"role": "developer"}, "developer.content; set CHAT_TEMPLATE"),
     ],
 )
 def test_what_the_chat_template_leaves_out_of_messages_is_named_or_refused(
     template: str, messages: dict, line: str, capsys: pytest.CaptureFixture
 ) -> None:
-    tokenizer = hf.load_tokenizer(ROOT / "tiny")
-    page = (ROOT / "docs" / "qwen3_turns.jinja").read_text()
-    tokenizer.chat_template = page if template == "qwen3" else template
-    question, answer = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": " 4"}
-    example = {"prompts": [question], "completions": ([answer | messages], "a place")}
-    chat_format = ChatFormat(tokenizer, [])
+    example = {"prompts": [user("2+2?")], "completions": ([assistant(" 4") | messages], "a place")}
+    chat_format = ChatFormat(tokenizer_of(template), [])
     if ";" in line:
         refused(lambda: check_messages([example], chat_format, "train"), "leaves out " + line)
         return
@@ -884,14 +847,12 @@ def test_what_the_chat_template_leaves_out_of_messages_is_named_or_refused(
 
 
 def test_a_text_beside_a_call_may_be_left_out_alone_and_is_named(capsys) -> None:
-    tokenizer = hf.load_tokenizer(ROOT / "tiny")
-    tokenizer.chat_template = (
+    tokenizer = tokenizer_of(
         "{% for m in messages %}{{ m.role }}: {% if m.tool_calls %}{{ m.tool_calls }}"
         "{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
     )
-    question, answer = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
-    call = answer | {"tool_calls": [CALL]}
-    examples = [{"prompts": [question], "completions": ([x], "a place")} for x in (answer, call)]
+    answers = [assistant("4"), assistant("4") | {"tool_calls": [CALL]}]
+    examples = [{"prompts": [user("2+2?")], "completions": ([x], "a place")} for x in answers]
     for order in (examples, examples[::-1]):
         check_messages(order, ChatFormat(tokenizer, []), "train")
         note = "note: in the train split the chat template leaves out some assistant.content\n"
@@ -902,11 +863,10 @@ def test_a_text_beside_a_call_may_be_left_out_alone_and_is_named(capsys) -> None
 
 def test_texts_that_a_chat_template_has_written_already_are_counted(capsys) -> None:
     """Also those of tools and of users' further turns. The policy may write such tokens itself."""
-    chat_format = ChatFormat(hf.load_tokenizer(ROOT / "tiny"), [])
-    rendered = chat_format.render([[{"role": "user", "content": "2+2?"}]])[0]
-    turn = {"role": "user", "content": "2+2?"}
-    chats = [turn, turn | {"content": rendered}], [turn, turn | {"role": "tool"}]
-    special = {"role": "assistant", "content": "<|im_start|>"}
+    chat_format = ChatFormat(tokenizer_of(), [])
+    turn, special = user("2+2?"), assistant("<|im_start|>")
+    [rendered] = chat_format.render([[turn]])
+    chats = [turn, user(rendered)], [turn, turn | {"role": "tool"}]
     examples = [
         {"question": rendered},
         {"question": "2+2?", "prompts": chats[0][::-1]},
@@ -923,25 +883,16 @@ def test_texts_that_a_chat_template_has_written_already_are_counted(capsys) -> N
 def test_half_a_character_is_refused(system: str, question: str) -> None:
     message = r"a question or SYSTEM_PROMPT is not Unicode: '.*\\ud"
     with pytest.raises(UserMistake, match=message):
-        build_prompts([{"question": question}], format_of(hf.load_tokenizer(ROOT / "tiny"), system))
+        build_prompts([{"question": question}], format_of(tokenizer_of(), system))
 
 
-@pytest.mark.parametrize(
-    "end, opened",
-    [
-        ("<think>\n\n", "<think>\n\n"),
-        ("<think>\n\n</think>\n\n", ""),
-        ("<think> Well,", ""),
-        ("", ""),
-    ],
-)
-def test_only_a_think_tag_that_is_left_open_belongs_to_the_completion(
-    end: str, opened: str
-) -> None:
-    tokenizer = hf.load_tokenizer(ROOT / "tiny")
-    tokenizer.chat_template += f"{{{{ {end!r} }}}}"
-    (prompt,) = build_prompts(EXAMPLES[2:], format_of(tokenizer, "Think in <think>."))
-    assert open_think_tag(prompt.ids, tokenizer) == opened
+def test_only_a_think_tag_that_is_left_open_belongs_to_the_completion() -> None:
+    tokenizer, opened = tokenizer_of(), "<think>\n\n"
+    template = tokenizer.chat_template
+    for end in (opened, "<think>\n\n</think>\n\n", "<think> Well,", ""):
+        tokenizer.chat_template = template + f"{{{{ {end!r} }}}}"
+        (prompt,) = build_prompts(EXAMPLES[2:], format_of(tokenizer, "Think in <think>."))
+        assert open_think_tag(prompt.ids, tokenizer) == (opened if end == opened else ""), end
 
 
 def test_a_chat_template_of_a_file_serves_a_model_that_has_none(tmp_path: Path) -> None:

@@ -18,16 +18,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
-from mistakes import refused
+from mistakes import few, refused
 from runs import (
     DEMANDING,
     REPO,
     Result,
+    answer_here,
     assert_same_run,
     copy_at_call,
     environment,
-    few_examples,
-    run_as_user,
     run_here,
     train,
     train_two,
@@ -140,6 +139,8 @@ def test_the_scores_are_those_of_trl_in_every_batch_order_and_mesh(
     note = "as in TRL the token before the final '<|im_end|>', its pad token, is scored: here '.'"
     assert (note in printed) == (name == "llama")
 
+    if name not in ("qwen3", "judge_llama"):  # one with a score.weight, and a judge
+        return
     scorer.compute = scorer.compute._replace(layout=train_layout(2, 2, 2))
     scorer.params, scorer.batch_size = None, 8
     scorer.prepare(ChatFormat(None, []), [Prompt([1], {"question": "1 + 1?", "answer": "2"})])
@@ -197,7 +198,7 @@ def test_it_is_called_after_the_functions_of_files_and_keeps_its_column() -> Non
 
 def run_of(folder: Path, tmp_path: Path, **env: str) -> Run:
     cfg = settings_of(folder, tmp_path)
-    base = {"MODEL_PATH": str(TINY), "DATASET": str(few_examples()), "STEPS": "1"}
+    base = few() | {"MODEL_PATH": str(TINY), "STEPS": "1"}
     base |= environment("MAX_LENGTH_SAMPLE=16 NUM_PRE_Q=4 ROLLOUT_GLOBAL_BATCH_SIZE=8")
     names = ("reward_fn", "reward_model_path", "judge_prompt")
     return set_up(Config.from_env(base | {n.upper(): getattr(cfg, n) for n in names} | env))
@@ -216,57 +217,39 @@ def copy(name: str, folder: Path, tensors: dict[str, Any] | None = None, **confi
     return folder
 
 
-OTHER_HEADS = {
-    "of two labels": (
-        "qwen3",
-        {"score.weight": np.ones((2, 48), np.float32)},
-        ": score.weight is [2, 48], its config says [1, 48]",
-    ),
-    "of tokens": (
-        "qwen3",
-        {"score.bias": np.ones(1, np.float32)},
-        " has unknown tensors score.bias",
-    ),
-    "of a process": (
-        "qwen3",
-        {"score.weight": None, "score.0.weight": np.ones((48, 48), np.float32)},
-        " lacks tensors score.weight",
-    ),
-    "of values": (
-        "judge_llama",
-        {"v_head.summary.weight": np.ones((1, 32), np.float32)},
-        " has unknown tensors v_head.summary.weight",
-    ),
-}
+SQUARE = {"score.weight": None, "score.0.weight": np.ones((48, 48), np.float32)}
+VALUES = {"v_head.summary.weight": np.ones((1, 32), np.float32)}
+OTHER_HEADS = [  # of two labels, of tokens, of a process, of values
+    ("qwen3", {"score.weight": np.ones((2, 48), np.float32)}, ": score.weight is [2, 48], its"),
+    ("qwen3", {"score.bias": np.ones(1, np.float32)}, " has unknown tensors score.bias"),
+    ("qwen3", SQUARE, " lacks tensors score.weight"),
+    ("judge_llama", VALUES, " has unknown tensors v_head.summary.weight"),
+]
 
 
-@pytest.mark.parametrize("kind", OTHER_HEADS)
-def test_another_head_is_refused_by_its_tensor(kind: str, tmp_path: Path) -> None:
-    name, tensors, words = OTHER_HEADS[kind]
+@pytest.mark.parametrize("name, tensors, words", OTHER_HEADS)
+def test_another_head_is_refused_by_its_tensor(
+    name: str, tensors: dict, words: str, tmp_path: Path
+) -> None:
     folder = copy(name, tmp_path / "other", tensors)
     refused(lambda: run_of(folder, tmp_path), f"REWARD_MODEL_PATH={folder}: {folder}{words}")
 
 
-BAD_JUDGES = [
+FIELDS = ": its fields are {question}, {answer}, {completion}, and other"
+UNREAD = {"JUDGE_TEMPLATE_KWARGS": '{"enable_thoughts": 1}'}
+BAD_JUDGES = [  # settings, or the text of JUDGE_PROMPT, and words of the line
     ({"JUDGE_PROMPT": ""}, " without score.weight is a judge; set JUDGE_PROMPT to a file with {"),
-    (
-        {"JUDGE_WORDS": "Yes,Certainly not"},
-        "JUDGE_WORDS=Yes,Certainly not: its tokenizer makes ['Y",
-    ),
+    ({"JUDGE_WORDS": "Yes,Certainly not"}, "JUDGE_WORDS=Yes,Certainly not: its tokenizer m"),
     ({"JUDGE_WORDS": "Yes,Yes"}, "JUDGE_WORDS=Yes,Yes: its tokenizer makes ['Yes'] and ['Yes'] of"),
-    (
-        {"JUDGE_TEMPLATE_KWARGS": '{"enable_thoughts": 1}'},
-        "its template does not use 'enable_thoughts'; it uses enable_thinking",
-    ),
+    (UNREAD, "its template does not use 'enable_thoughts'; it uses enable_thinking"),
     ("Is {answer} right?", " has no {completion}, the text that is judged"),
-    ("{completion} {reply}", ": its fields are {question}, {answer}, {completion}, and other"),
-    ("\\boxed{{completion}", ": its fields are {question}, {answer}, {completion}, and other"),
+    ("{completion} {reply}", FIELDS),
+    ("\\boxed{{completion}", FIELDS),
 ]
 
 
-@pytest.mark.parametrize("case", range(len(BAD_JUDGES)))
-def test_a_judge_that_cannot_judge_is_one_line(case: int, tmp_path: Path) -> None:
-    env, words = BAD_JUDGES[case]
+@pytest.mark.parametrize("env, words", BAD_JUDGES)
+def test_a_judge_that_cannot_judge_is_one_line(env: Any, words: str, tmp_path: Path) -> None:
     if isinstance(env, str):
         (tmp_path / "bad.txt").write_text(env)
         env = {"JUDGE_PROMPT": str(tmp_path / "bad.txt")}
@@ -408,15 +391,15 @@ def test_evaluations_samples_and_pictures_have_the_score(learnt: Learnt) -> None
 
 def test_ask_prints_the_score_without_an_answer(short: Path, tmp_path: Path) -> None:
     settings = {"REWARD_MODEL_PATH": str(short), "REWARD_FN": "reward_correct,reward_model"}
-    done = run_as_user(tmp_path / "ask", "--ask", "1 + 1?", RESUME="never", **settings)
+    done = answer_here(tmp_path / "ask", "--ask", "1 + 1?", **settings)
     assert done.code == 0, done.errors
     *_, blank, last = done.lines.splitlines()
     assert blank == "" and last.startswith("reward_model ") and float(last.split()[1]) > 1
 
 
 def test_eval_only_refuses_reward_model_as_the_first_function(short: Path, tmp_path: Path) -> None:
-    settings = {"REWARD_MODEL_PATH": str(short), "REWARD_FN": "reward_model", "RESUME": "never"}
-    done = run_as_user(tmp_path / "eval", "--eval-only", EVAL_EVERY_STEPS="0", **settings)
+    settings = {"REWARD_MODEL_PATH": str(short), "REWARD_FN": "reward_model"}
+    done = answer_here(tmp_path / "eval", "--eval-only", EVAL_EVERY_STEPS="0", **settings)
     line = "error: REWARD_FN=reward_model: evaluations count the rewards of 1 of the first function"
     assert done.code == 2 and done.errors.startswith(line)
 

@@ -17,17 +17,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import (
-    REPO,
-    environment,
-    few_examples,
-    finish,
-    metric_records,
-    run_as_user,
-    start,
-    wait_for,
-)
+from runs import REPO, environment, finish, metric_records, run_here, start, wait_for
 
+import train_grpo
 from chat import ChatFormat
 from data import Prompt
 from infra.hosts import StopSignal
@@ -142,6 +134,11 @@ def edited(folder: Path, *edits: tuple[str, str]) -> Path:
         text = text.replace(old, new)
     (folder / "judge.py").write_text(text, encoding="utf-8")
     return folder / "judge.py"
+
+
+def cached_in(folder: Path) -> tuple[str, str]:
+    """The edit for a run in this process, which is not in tmp_path."""
+    return "runs/judge_cache", str(folder)
 
 
 def impatient(folder: Path) -> Path:
@@ -559,8 +556,9 @@ def test_a_run_with_prefetch_has_the_records_of_one_without(
     ends = []
     for name, edits in (("with", []), ("without", [("def prefetch(", "def begin("), CALLED])):
         (tmp_path / name).mkdir()
-        env = FOUR_PASSES | {"REWARD_FN": f"{edited(tmp_path / name, *edits)}:judge"}
-        done = run_as_user(tmp_path / name / "run", **env, DATASET=str(few_examples(40, 20)))
+        file = edited(tmp_path / name, cached_in(tmp_path / name), *edits)
+        env = FOUR_PASSES | {"REWARD_FN": f"{file}:judge"}
+        done = run_here(tmp_path / name / "run", train_grpo, env)
         assert done.code == 0, done.errors
         ends.append((metric_records(done.out), (done.out / "samples.jsonl").read_text()))
         ends[-1] += (endpoint.asked.total(),)
@@ -575,10 +573,10 @@ CALLED = (
 
 
 def test_a_signal_saves_while_answers_are_awaited(endpoint: Endpoint, tmp_path: Path) -> None:
-    """A step of 96 passes has begun its first requests, each of which takes a minute."""
-    env = environment("BATCH_SIZE=1 ROLLOUT_GLOBAL_BATCH_SIZE=96 NUM_PRE_Q=2 EVAL_EVERY_STEPS=0")
+    """A step of 48 passes has begun its first requests, each of which takes a minute."""
+    env = environment("BATCH_SIZE=1 ROLLOUT_GLOBAL_BATCH_SIZE=48 NUM_PRE_Q=2 EVAL_EVERY_STEPS=0")
     env |= environment("STEPS=9 TEMPERATURE=3 PREEMPTION_GRACE_S=20 MAX_LENGTH_SAMPLE=32")
-    env |= {"REWARD_FN": f"{FILE}:judge", "REWARD_WEIGHTS": "1", "DATASET": str(REPO / "tiny")}
+    env |= {"REWARD_FN": f"{FILE}:judge", "REWARD_WEIGHTS": "1"}
     out = tmp_path / "run"
     process = start(out, env | {"JUDGE_URL": endpoint.url, "JUDGE_MODEL": "stand-in"}, 1)
     wait_for(process, r"^step=0 ")
@@ -650,7 +648,7 @@ TWO_STEPS = environment(
 
 @pytest.mark.slow
 def test_a_run_whose_judge_failed_goes_on_and_a_run_with_its_answers_has_the_same_numbers(
-    endpoint: Endpoint, tmp_path: Path
+    endpoint: Endpoint, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
     asked, fails_at = iter(range(10**6)), 20
 
@@ -659,16 +657,17 @@ def test_a_run_whose_judge_failed_goes_on_and_a_run_with_its_answers_has_the_sam
         return (404, "broken") if (n := next(asked)) == fails_at else f"Score: {n / 100}"
 
     endpoint.reply = reply
-    env = TWO_STEPS | {"REWARD_FN": f"{FILE}:judge", "DATASET": str(few_examples())}
-    first = run_as_user(tmp_path / "first", **env)
-    [error] = first.errors.splitlines()
-    assert first.code == 2 and "HTTP Error 404: Not Found b'broken'" in error
-    assert error.startswith(f"error: REWARD_FN {FILE}:judge raised ConnectionError: JUDGE_URL=")
+    file = edited(tmp_path, cached_in(tmp_path))
+    env = TWO_STEPS | {"REWARD_FN": f"{file}:judge"}
+    failed = run_here(tmp_path / "first", train_grpo, env)
+    [error] = failed.errors.splitlines()
+    assert failed.code == 2 and "HTTP Error 404: Not Found b'broken'" in error
+    assert error.startswith(f"error: REWARD_FN {file}:judge raised ConnectionError: JUDGE_URL=")
 
-    first = run_as_user(tmp_path / "first", **env)
+    first = run_here(tmp_path / "first", train_grpo, env)
     assert first.code == 0, first.errors
     requests = endpoint.asked.total()
-    second = run_as_user(tmp_path / "second", **env)
+    second = run_here(tmp_path / "second", train_grpo, env)
     assert second.code == 0, second.errors
     assert endpoint.asked.total() == requests and endpoint.checks == 3
     records = metric_records(first.out)
@@ -676,5 +675,6 @@ def test_a_run_whose_judge_failed_goes_on_and_a_run_with_its_answers_has_the_sam
     assert len({record["train-reward/total/mean"] for record in records}) == 2
 
     written = [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
-    assert KEY not in first.lines + first.errors + error and "JUDGE" not in first.errors
+    printed = "".join(capfd.readouterr()) + first.errors
+    assert KEY not in printed + first.lines + error and "JUDGE" not in printed
     assert not any(KEY.encode() in text for text in written)

@@ -9,14 +9,16 @@ import shutil
 from pathlib import Path
 
 import pytest
-from mistakes import few, mistake_of
-from runs import REPO, Result, run_as_user
+from mistakes import few, mistake_of, refused
+from runs import REPO, Result, run_as_user, run_here
 from safetensors.numpy import save_file
 from small_model import FAMILIES, tensors, write_config
 
 import chat
 import data
+import train_grpo
 from config import Config
+from infra import hosts
 from infra.mistakes import UserMistake, import_optional, reading
 from model import families, hf
 from startup import set_up
@@ -47,13 +49,11 @@ INPUTS = [  # environment, words of the line
         "set LORA_RANK=16",
     ),
 ]
-RUNS = {  # found only by a run: its environment, words of the line
-    "another platform": ({"JAX_PLATFORMS": "rocm"}, "JAX_PLATFORMS=rocm: no such device here"),
-    "no coordinator": ({"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1"}, "needs JAX_NUM_PROCESSES"),
-    "no port": ({"JAX_COORDINATOR_ADDRESS": "127.0.0.1"}, "127.0.0.1 is not host:port, such as"),
-    "mpirun": ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2: this seems to be one of"),
-    "no bucket": ({"CHECKPOINT_DIR": "nosuch://bucket"}, "CHECKPOINT_DIR=nosuch://bucket: "),
-}
+LAUNCHERS = [  # a variable, words of the line
+    ("JAX_COORDINATOR_ADDRESS=127.0.0.1:1", "needs JAX_NUM_PROCESSES"),
+    ("JAX_COORDINATOR_ADDRESS=127.0.0.1", "127.0.0.1 is not host:port, such as"),
+    ("OMPI_COMM_WORLD_SIZE=2", "OMPI_COMM_WORLD_SIZE=2: this seems to be one of"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -165,10 +165,8 @@ def test_only_a_reward_that_reads_answers_needs_them(
     mine.write_text(FUNCTIONS)
     env = {name: value.format(mine=mine) for name, value in env.items()} | {"DATASET": dataset}
     if needs:
-        line = (
-            f"{dataset} example 1 has no text in 'answer', but None; write it as text, or set ANS"
-        )
-        assert line in mistake_of(**env)
+        line = "example 1 has no text in 'answer', but None; write it as text, or set ANS"
+        assert f"{dataset} {line}" in mistake_of(**env)
     else:
         [prompt, *_] = set_up(Config.from_env(env)).train_prompts
         assert "answer" not in prompt.columns
@@ -191,33 +189,25 @@ def asked(*messages: tuple[str, str]) -> list[dict]:
 
 
 BRIEF, FORM = ("system", "Be brief."), ("system", "Answer inside <answer> </answer>.")
+ASKED, ASKED_FOR_TAGS = asked(("user", "")), asked(FORM, ("user", ""))
+REASONED = asked((FORM[0], f"<reasoning> {FORM[1]}"), ("user", ""))
+TEXT, BOTH = [{"question": "1?", "answer": "1"}] * 9, "reward_format and tag_count_reward"
+REASONING = {"ANSWER_TAGS": "reasoning,answer"}
 TAGS = [  # examples, settings, the functions that are named
-    (asked(("user", "")), {}, "reward_format and tag_count_reward"),
-    (asked(BRIEF, ("user", "")), {"SYSTEM_PROMPT": FORM[1]}, "reward_format and tag_count_reward"),
-    (asked(("user", "")), {"REWARD_FN": "reward_correct,tag_count_reward"}, "tag_count_reward"),
-    (
-        with_answer := [{"question": "1?", "answer": "1"}] * 9,
-        {"SYSTEM_PROMPT": "Be brief."},
-        "reward_",
-    ),
-    (asked(FORM, ("user", "")), {}, ""),
-    (
-        asked(FORM, ("user", "")),
-        {"ANSWER_TAGS": "think,result"},
-        "reward_format and tag_count_reward",
-    ),
-    (asked(FORM, ("user", "")), {"ANSWER_TAGS": "reasoning,answer"}, "reward_format and tag_"),
-    (
-        asked((FORM[0], f"<reasoning> {FORM[1]}"), ("user", "")),
-        {"ANSWER_TAGS": "reasoning,answer"},
-        "",
-    ),
-    (with_answer, {"ANSWER_TAGS": "reasoning,result"}, ""),
-    (asked(("user", "")), {"SYSTEM_PROMPT": FORM[1]}, ""),
+    (ASKED, {}, BOTH),
+    (asked(BRIEF, ("user", "")), {"SYSTEM_PROMPT": FORM[1]}, BOTH),
+    (ASKED, {"REWARD_FN": "reward_correct,tag_count_reward"}, "tag_count_reward"),
+    (TEXT, {"SYSTEM_PROMPT": "Be brief."}, BOTH),
+    (ASKED_FOR_TAGS, {}, ""),
+    (ASKED_FOR_TAGS, {"ANSWER_TAGS": "think,result"}, BOTH),
+    (ASKED_FOR_TAGS, REASONING, BOTH),
+    (REASONED, REASONING, ""),
+    (TEXT, {"ANSWER_TAGS": "reasoning,result"}, ""),
+    (ASKED, {"SYSTEM_PROMPT": FORM[1]}, ""),
     (asked(("user", "2?"), ("assistant", "<answer>2</answer>"), ("user", "")), {}, ""),
-    (asked(("user", "")), {"REWARD_FN": "reward_correct"}, ""),
-    (asked(("user", "")), {"REWARD_WEIGHTS": "1,0,0"}, ""),
-    (with_answer, {}, ""),
+    (ASKED, {"REWARD_FN": "reward_correct"}, ""),
+    (ASKED, {"REWARD_WEIGHTS": "1,0,0"}, ""),
+    (TEXT, {}, ""),
 ]
 
 
@@ -255,9 +245,7 @@ def test_held_out_questions_of_a_folder_that_are_also_trained_on_are_counted(
         write_lines(tmp_path / f"{split}.jsonl", [{"answer": "1"} | e for e in examples])
     env = {"DATASET": str(tmp_path), "EVAL_EVERY_STEPS": "1"} | env
     lines = told(capsys, "also in the training split", **env)
-    share = (
-        f"{count} of {len(test)} held-out questions of {tmp_path} are also in the training split"
-    )
+    share = f"{count} of {len(test)} held-out questions of {tmp_path} are also in the training spl"
     assert [line.startswith(share) for line in lines] == [True] * bool(count)
 
 
@@ -275,16 +263,13 @@ def test_an_error_of_a_library_is_one_line_with_what_it_reads_and_its_words() ->
     assert str(error.value) == f"DATASET=a.json is not JSON: JSONDecodeError: {words}"
 
 
-@pytest.mark.parametrize(
-    "module, name",
-    [
-        (families, "ModelConfig"),
-        (hf, "_tensor_shapes"),
-        (hf, "read_text"),
-        (data, "read_question_and_answer"),
-        (chat, "writes_system_message"),
-    ],
-)
+FUNCTIONS_OF_OURS = [
+    *[(families, "ModelConfig"), (hf, "_tensor_shapes"), (hf, "read_text")],
+    *[(data, "read_question_and_answer"), (chat, "writes_system_message")],
+]
+
+
+@pytest.mark.parametrize("module, name", FUNCTIONS_OF_OURS)
 def test_an_error_of_our_own_code_keeps_its_traceback(monkeypatch, module, name) -> None:
     monkeypatch.setattr(module, name, lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -305,10 +290,23 @@ def assert_ended(run: Result, words: str, *, leaves: bool = False) -> None:
     assert bool(left) == leaves
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_a_mistake_ends_a_run_in_one_line_with_exit_code_2(tmp_path, name) -> None:
-    env, words = RUNS[name]
-    assert_ended(run_as_user(tmp_path / "run", **few() | env), words)
+def test_a_mistake_ends_a_run_in_one_line_with_exit_code_2(tmp_path) -> None:
+    run = run_as_user(tmp_path / "run", **few() | {"JAX_PLATFORMS": "rocm"})
+    assert_ended(run, "JAX_PLATFORMS=rocm: no such device here")
+
+
+@pytest.mark.parametrize("variable, words", LAUNCHERS)
+def test_a_variable_of_a_launcher_without_the_others_is_a_mistake(
+    monkeypatch, variable, words
+) -> None:
+    monkeypatch.setenv(*variable.split("="))
+    refused(lambda: hosts.join_processes(1), words)
+
+
+def test_a_bucket_that_is_not_there_is_a_mistake_before_a_run_leaves_anything(tmp_path) -> None:
+    env = few() | {"CHECKPOINT_DIR": "nosuch://bucket"}
+    run = run_here(tmp_path / "run", train_grpo, env)
+    assert_ended(run, "CHECKPOINT_DIR=nosuch://bucket: ")
 
 
 FAILS_AFTER = """
@@ -326,7 +324,7 @@ def test_a_reward_that_fails_ends_a_run_which_first_saves_the_steps_before(
     (tmp_path / "mine.py").write_text(FAILS_AFTER.format(steps=steps))
     env = few() | {"REWARD_FN": f"{tmp_path}/mine.py:reward", "STEPS": "4"}
     env |= {"EVAL_EVERY_STEPS": "0", "BATCH_SIZE": "2", "MAX_LENGTH_SAMPLE": "8"}
-    run = run_as_user(tmp_path / "run", **env)
+    run = run_here(tmp_path / "run", train_grpo, env)
     assert_ended(run, "16 rewards, not 1", leaves=True)
     summary = json.loads((run.out / "summary.json").read_text())
     assert summary["state"] == "failed" and "16 rewards, not 1" in summary["why"]

@@ -55,15 +55,13 @@ update.with_key_blocks = told
 """
 
 
-@pytest.mark.parametrize("changes", ["", IN_ROUNDS], ids=["as on a CPU", "in rounds"])
-def test_two_processes_do_the_same_step_as_one_process(
-    out: Path, reference, tmp_path: Path, changes: str
-) -> None:
-    """This is the published example 4a, with four devices each."""
+def test_two_processes_do_the_same_step_as_one_process(reference, tmp_path: Path) -> None:
+    """This is the published example 4a, with four devices each, and with the attention of a GPU.
+    The slow runs of test_teacher.py and test_sft.py have that of a CPU."""
     settings = {"BATCH_SIZE": "2", "NUM_PRE_Q": "8", "TRAIN_MICRO_BATCH_SIZE": "4"}
-    two = train_two(tmp_path, 4, changes, **settings)
+    two = train_two(tmp_path, 4, IN_ROUNDS, **settings)
     rounds = [re.findall("^rounds: .*", result.lines, re.M) for result in two]
-    assert rounds[0] == rounds[1] and bool(rounds[0]) == bool(changes)
+    assert rounds[0] == rounds[1] != []
     for i, result in enumerate(two):
         assert f"process={i}/2 device_count=8 local_device_count=4" in result.lines
         assert "\nlocal_batch=16 global_batch=32 rollout.prompt_batch_size=2 " in result.lines

@@ -97,7 +97,8 @@ def test_unrolled_layers_with_the_attention_of_a_gpu_draw_the_same_tokens_on_its
     one_softmax = Mock(wraps=attend_with_one_softmax)
     monkeypatch.setattr("model.attention.attend_with_one_softmax", one_softmax)
     monkeypatch.setattr("model.one_softmax.ONE_SOFTMAX", {"cpu"})
-    monkeypatch.setattr("sampling.STAGE_TOKENS", 8)
+    monkeypatch.setattr("sampling.STAGE_TOKENS", 6)
+    assert stage_ends(12) == [6, 12]
     found = sample(mesh=(4, 1, 2), layer_loop="unroll")
     assert one_softmax.called
     monkeypatch.undo()

@@ -198,7 +198,7 @@ def test_a_teacher_that_is_the_student_changes_nothing(support: int, tmp_path: P
     tensors = load_file(folder / "model.safetensors")
     embed = tensors["model.embed_tokens.weight"]
     more = np.tile(embed[:1], (640 - len(embed), 1))
-    tensors["model.embed_tokens.weight"] = np.concatenate([embed, 3 * more])
+    tensors["model.embed_tokens.weight"] = np.concatenate([embed, -3 * more])  # of large logits
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     run = run_of(folder, "REWARD_COEF=0")
     batch = batch_for(run, support)

@@ -361,18 +361,18 @@ def xml_call(name: str, **arguments: str) -> str:
 
 
 ADD = "The sum is 5."
+UNEXPECTED = "error: TypeError: Calculator.add() got an unexpected keyword argument 'by'"
+MISSING = "error: TypeError: Calculator.divide() missing 1 required positional argument: 'div"
+ASSERTS = '"</tool_call>"\nassert "</parameter>" in f"<{0}>"'
+SIDES = "error: TypeError: Calculator.roll() got an unexpected keyword argument 'sides'"
 ANSWERS = {
     xml_call("add", number="5"): ADD,
     xml_call("add", number="5.0").replace("\n", ""): ADD,
     xml_call("add", number="five"): "error: TypeError: number must be integer, not 'five'",
-    xml_call(
-        "add", number="5", by="3"
-    ): "error: TypeError: Calculator.add() got an unexpected keyw",
-    xml_call("divide", dividend="1"): "error: TypeError: Calculator.divide() missing 1 required",
+    xml_call("add", number="5", by="3"): UNEXPECTED,
+    xml_call("divide", dividend="1"): MISSING,
     xml_call("sub"): "error: ValueError: there is no tool 'sub', only add, divide, roll, run",
-    xml_call(
-        "run", code='"</tool_call>"\nassert "</parameter>" in f"<{0}>"'
-    ): "error: AssertionError",
+    xml_call("run", code=ASSERTS): "error: AssertionError",
     xml_call("run", code="1\n  2"): "error: IndentationError: unexpected indent",
     "<function=add>\n<parameter=number>\n5\n</function>": "error: ValueError: <parameter=",
     "<function=add>\n<parameter=number>\n5\n</parameter>": "error: ValueError: a call is <function",
@@ -383,18 +383,12 @@ ANSWERS = {
     call_of("add", r'"{\"number\": 5}"'): ADD,
     call_of("add", "5"): "error: TypeError: arguments is a JSON object of number",
     call_of("add", '"five"'): "error: JSONDecodeError: Expecting value: line 1 column 1",
-    call_of(
-        "add", '{"by": 3, "number": 2}'
-    ): "error: TypeError: Calculator.add() got an unexpected keyword argument 'by'",
-    call_of(
-        "divide", '{"dividend": 1}'
-    ): "error: TypeError: Calculator.divide() missing 1 required positional argument: 'div",
+    call_of("add", '{"by": 3, "number": 2}'): UNEXPECTED,
+    call_of("divide", '{"dividend": 1}'): MISSING,
     call_of(
         "divide", '{"dividend": 1, "divisor": 0}'
     ): "error: ZeroDivisionError: division by zero",
-    call_of(
-        "roll", '{"sides": 6}'
-    ): "error: TypeError: Calculator.roll() got an unexpected keyword argument 'sides'",
+    call_of("roll", '{"sides": 6}'): SIDES,
     call_of("sub", "{}"): "error: ValueError: there is no tool 'sub', only add, divide, roll, run",
     call_of("run", '{"code": "exit(3)"}'): "error: SystemExit: 3",
     call_of("run", '{"code": "\\ud83d"}'): "error: UnicodeEncodeError: ",
@@ -510,9 +504,8 @@ def test_control_tokens_in_the_answer_of_an_environment_are_its_characters(tmp_p
 def test_the_tools_of_a_concurrent_class_wait_at_the_same_time() -> None:
     waits, numbers = opened("Waits", QWEN3), [*range(64)]
     waits.reset(1, numbers, [{}] * 64, 1)
-    calls = [
-        f"<tool_call>{call_of('look_up', json.dumps({'number': i}))}</tool_call>" for i in numbers
-    ]
+    arguments = [json.dumps({"number": i}) for i in numbers]
+    calls = [f"<tool_call>{call_of('look_up', x)}</tool_call>" for x in arguments]
     calls[7] = "No call."
     messages = waits.answers(numbers, 1, calls)
     rewards = waits.get_reward([""] * 64, numbers)
@@ -728,21 +721,18 @@ GLM_FORM = [
 NO_FORM = ["as you like", ""]
 
 
-@pytest.mark.parametrize(
-    "form, is_read, words",
-    [
-        (XML_FORM, True, ""),
-        ([XML_FORM[0], ""], True, ""),  # a template that writes no calls
-        ([JSON_FORM[0], XML_FORM[1]], True, ""),  # what it writes counts
-        (GLM_FORM, False, "; it writes '<tool_call>\\nf_of_x\\n<arg_key>x</arg_key>"),
-        (
-            [JSON_FORM[0], JSON_FORM[1].replace("arguments", "parameters", 1)],
-            False,
-            "; it writes '<to",
-        ),
-        (NO_FORM, False, "; set CHAT_TEMPLATE"),
-    ],
-)
+OTHER_KEY = [JSON_FORM[0], JSON_FORM[1].replace("arguments", "parameters", 1)]
+FORMS = [
+    (XML_FORM, True, ""),
+    ([XML_FORM[0], ""], True, ""),  # a template that writes no calls
+    ([JSON_FORM[0], XML_FORM[1]], True, ""),  # what it writes counts
+    (GLM_FORM, False, "; it writes '<tool_call>\\nf_of_x\\n<arg_key>x</arg_key>"),
+    (OTHER_KEY, False, "; it writes '<to"),
+    (NO_FORM, False, "; set CHAT_TEMPLATE"),
+]
+
+
+@pytest.mark.parametrize("form, is_read, words", FORMS)
 def test_a_template_that_asks_for_calls_in_a_form_that_is_not_read_is_refused(
     form: list[str], is_read: bool, words: str, tmp_path: Path
 ) -> None:
@@ -790,18 +780,11 @@ def test_the_limit_of_a_call_is_no_limit_of_the_imports_for_tools() -> None:
     assert opened("Calculator", QWEN3, workers={}, reward_timeout_s=0.1).chat_format.tools
 
 
-@pytest.mark.parametrize(
-    "env, words",
-    [
-        ({"ENVIRONMENT_CLASS": "game.py"}, "ENVIRONMENT_CLASS=game.py is not file.py:Class"),
-        (
-            {"ENVIRONMENT_CLASS": f"{GAMES}:Calculator"},
-            "has tools, and the chat template does not tell the model to call them as <tool_call>",
-        ),
-    ],
-)
-def test_settings_that_do_not_suit_an_environment_are_told_in_a_line(env, words) -> None:
-    assert words in mistake_of(**env)
+def test_settings_that_do_not_suit_an_environment_are_told_in_a_line() -> None:
+    words = "ENVIRONMENT_CLASS=game.py is not file.py:Class"
+    assert words in mistake_of(ENVIRONMENT_CLASS="game.py")
+    words = "has tools, and the chat template does not tell the model to call them as <tool_call>"
+    assert words in mistake_of(ENVIRONMENT_CLASS=f"{GAMES}:Calculator")
 
 
 @pytest.mark.parametrize(

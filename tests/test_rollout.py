@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from mistakes import few, refused
 from runs import Result, environment, train
 from small_model import without_rewards
 
@@ -18,7 +19,6 @@ from chat import ChatFormat, read_prefix_messages
 from config import Config
 from data import Prompt, batch_indices, build_prompts, load_examples
 from fingerprint import result_fingerprint
-from infra.mistakes import UserMistake
 from loss import AdvantageConfig, Objective
 from model import hf
 from model.next_token import Sampling
@@ -274,7 +274,7 @@ def test_every_setting_of_the_objective_the_sampler_and_the_optimizer_reaches_it
         MAX_LENGTH_SAMPLE=24 TEMPERATURE=0.7 TOP_K=9 TOP_P=0.8 MIN_P=0.2 OPTIMIZER=lion
         WEIGHT_DECAY=0.04 CLIP_NORM=0.5 REWARD_FN=soft_overlong_penalty
     """
-    run = set_up(Config.from_env(environment(text)))
+    run = set_up(Config.from_env(few() | environment(text)))
     assert run.learner.objective == Objective(
         loss_type="grpo",
         eps_low=0.1,
@@ -304,12 +304,11 @@ def test_every_setting_of_the_objective_the_sampler_and_the_optimizer_reaches_it
 
 
 def test_a_run_that_never_evaluates_needs_no_split_to_evaluate_on() -> None:
-    settings = {"EVAL_SPLIT": "absent", "EVAL_EVERY_STEPS": "0"}
+    settings = few() | {"EVAL_SPLIT": "absent", "EVAL_EVERY_STEPS": "0"}
     run = set_up(Config.from_env(settings))
     assert run.eval_prompts == []
     assert result_fingerprint(run)["REWARD_WEIGHTS"] == "1.0,0.5,0.5"  # as in older checkpoints
-    with pytest.raises(UserMistake, match="absent"):
-        set_up(Config.from_env(settings | {"EVAL_FULL_SWEEP": "1"}))
+    refused(lambda: set_up(Config.from_env(settings | {"EVAL_FULL_SWEEP": "1"})), "absent")
 
 
 # ---- The text of a completion --------------------------------------------------------------------

@@ -1,14 +1,13 @@
 """Claims about recipes/math_answers.py: what answers are right, in what time, and its questions."""
 
 import hashlib
+import io
 import json
 import shlex
-import subprocess
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, redirect_stdout
 from pathlib import Path
-from subprocess import PIPE
 
 import numpy as np
 import pytest
@@ -22,7 +21,8 @@ from rewards import load_reward_functions
 
 pytestmark = pytest.mark.parity
 math_verify = pytest.importorskip("math_verify")
-from recipes.math_answers import extract_answer, math_correct  # noqa: E402 - it needs the package
+from recipes import math_answers  # noqa: E402 - it needs the package
+from recipes.math_answers import extract_answer, math_correct  # noqa: E402
 
 FILE = REPO / "recipes" / "math_answers.py"
 PAIRS = json.loads((REPO / "tests" / "goldens" / "math_verify.json").read_text())["pairs"]
@@ -135,22 +135,24 @@ def test_answers_that_take_ages_are_wrong_within_the_limit_of_a_call() -> None:
         assert functions[0].extract_answer(texts[-1]) == "3"
 
 
-def test_a_thousand_different_completions_are_judged_in_less_than_15_seconds() -> None:
+def test_400_different_completions_are_judged_in_less_than_6_seconds() -> None:
     n = len(FORMS)
-    rights = [FORMS[i % n] for i in range(1000)]
-    answers = [FORMS[(i + i // n) % n] for i in range(1000)]  # the first n are right
+    rights = [FORMS[i % n] for i in range(400)]
+    answers = [FORMS[(i + i // n) % n] for i in range(400)]  # the first n are right
     texts = [rf"Case {i}. \boxed{{{answer}}}" for i, answer in enumerate(answers)]
     start = time.process_time()
-    rewards = math_correct(texts, answer=rights, prompts=["?"] * 1000)
-    assert time.process_time() - start < 15.0
+    rewards = math_correct(texts, answer=rights, prompts=["?"] * 400)
+    assert time.process_time() - start < 6.0
     assert rewards[:n] == [1.0] * n
     assert sum(rewards) == n + 1  # \frac 47 is \frac{4}7
 
 
 def write_easy_questions(folder: Path) -> list[str]:
     """Runs the recipe, and returns the lines that it prints."""
-    command = [sys.executable, FILE, folder]
-    return subprocess.run(command, check=True, stdout=PIPE, text=True).stdout.splitlines()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as output:
+        patch.setattr(sys, "argv", [str(FILE), str(folder)])
+        math_answers.main()
+    return output.getvalue().splitlines()
 
 
 def test_the_command_that_is_printed_trains_on_the_easy_questions(tmp_path: Path) -> None:

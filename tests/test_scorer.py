@@ -23,10 +23,10 @@ from runs import (
     DEMANDING,
     REPO,
     Result,
-    answer_here,
     assert_same_run,
     copy_at_call,
     environment,
+    run_as_user_here,
     run_here,
     train,
     train_two,
@@ -391,15 +391,15 @@ def test_evaluations_samples_and_pictures_have_the_score(learnt: Learnt) -> None
 
 def test_ask_prints_the_score_without_an_answer(short: Path, tmp_path: Path) -> None:
     settings = {"REWARD_MODEL_PATH": str(short), "REWARD_FN": "reward_correct,reward_model"}
-    done = answer_here(tmp_path / "ask", "--ask", "1 + 1?", **settings)
+    done = run_as_user_here(tmp_path / "ask", "--ask", "1 + 1?", RESUME="never", **settings)
     assert done.code == 0, done.errors
     *_, blank, last = done.lines.splitlines()
     assert blank == "" and last.startswith("reward_model ") and float(last.split()[1]) > 1
 
 
 def test_eval_only_refuses_reward_model_as_the_first_function(short: Path, tmp_path: Path) -> None:
-    settings = {"REWARD_MODEL_PATH": str(short), "REWARD_FN": "reward_model"}
-    done = answer_here(tmp_path / "eval", "--eval-only", EVAL_EVERY_STEPS="0", **settings)
+    settings = {"REWARD_MODEL_PATH": str(short), "REWARD_FN": "reward_model", "RESUME": "never"}
+    done = run_as_user_here(tmp_path / "eval", "--eval-only", **settings, **few())
     line = "error: REWARD_FN=reward_model: evaluations count the rewards of 1 of the first function"
     assert done.code == 2 and done.errors.startswith(line)
 

@@ -931,6 +931,6 @@ def test_the_gradient_of_a_step_is_that_of_the_drawn_tokens(saved: Saved) -> Non
 def test_ask_shows_the_dialogue_and_its_rewards(tmp_path: Path) -> None:
     question = "--ask", APPLES, "--answer", "18"
     env = {"ENVIRONMENT_CLASS": f"{GAMES}:Higher", "MAX_TURNS": "3", "MAX_LENGTH_SAMPLE": "100"}
-    asked = run_as_user_here(tmp_path / "asked", *question, **env)
+    asked = run_as_user_here(tmp_path / "asked", *question, RESUME="never", **env)
     assert asked.code == 0, asked.errors
     assert asked.lines.endswith(f"\n{APPLES}\n\n{DIALOGUE}\n\nget_reward 0\n")

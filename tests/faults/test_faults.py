@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from faults.random_faults import (
     HUNG,
-    SETTINGS,
     Damage,
     End,
     Fault,
@@ -19,6 +18,7 @@ from faults.random_faults import (
     wrong_checkpoints,
     wrong_ends,
 )
+from runs import DEMANDING, environment
 
 WHY = "error: checkpoint of step 3 cannot be written to /x: File too large"
 TRACE = "Traceback (most recent call last):"
@@ -113,15 +113,18 @@ def test_if_one_of_two_processes_is_killed_the_other_ends_with_a_line_or_by_jax(
 def test_a_disturbed_run_ends_like_the_undisturbed_one_and_what_is_planted_is_found(
     tmp_path: Path,
 ) -> None:
+    """With this SEED each fault in a step comes less than 0.1 s after the first step of its start:
+    the run is killed before its first checkpoint, and two signals save one."""
     undisturbed, disturbed, out = (tmp_path / name for name in ("b", "a", "planted"))
-    totals = Totals(*map(Counter, [()] * 4))
-    env = SETTINGS | {"STEPS": "6", "EVAL_EVERY_STEPS": "3", "EVAL_PROMPTS": "8", "SEED": "1"}
-    faults = [Fault("frozen", "evaluation"), Fault("killed", "step"), Fault("starved", "compile")]
-    faults += [Fault("damaged", "export"), Fault("hung up", "start")]
-    assert run_to_its_end(undisturbed, env, 1, iter(()), Totals(*map(Counter, [()] * 4))) == []
+    none, totals = (Totals(*map(Counter, [()] * 4)) for _ in range(2))
+    env = DEMANDING | environment("SEED=19869 SAVE_EVERY_STEPS=3")
+    faults = [Fault("frozen", "evaluation"), Fault("killed", "step"), Fault("stopped", "step")]
+    faults += [Fault("hung up", "step"), Fault("damaged", "export")]
+    assert run_to_its_end(undisturbed, env, 1, iter(()), none) == []
     assert run_to_its_end(disturbed, env, 1, iter(faults), totals) == []
     assert mistakes_in(disturbed, undisturbed) == []
-    assert totals.struck.total() in (4, 5) and totals.codes[-9] in (1, 2) and totals.codes[0]
+    assert totals.struck == Counter(faults) and totals.codes[-9] in (1, 2) and totals.codes[0]
+    assert totals.codes[143] == totals.codes[129] == 1
     assert totals.steps["computed"] >= totals.steps["counted"] == 6
     shutil.copytree(undisturbed, out)
     (out / "x.1.partial").touch()
@@ -134,9 +137,9 @@ def test_a_disturbed_run_ends_like_the_undisturbed_one_and_what_is_planted_is_fo
         ("metrics.jsonl", '"step": 4', '"step": 5', "metrics.jsonl: "),
         ("eval.jsonl", '"step": 3', '"step": 4', "eval.jsonl has other bytes"),
         ("hf/model.safetensors", "F32", "F16", "hf/model.safetensors has other bytes"),
-        ("run.json", '"SEED": "1"', '"SEED": "2"', "run.json: made_with"),
+        ("run.json", '"SEED": "', '"SEED": "2', "run.json: made_with"),
         ("summary.json", '"done"', '"died"', "summary.json: state"),
-        ("checkpoints/6/record/metadata", '"rounds": 6', '"rounds": 7', "checkpoints/6/record"),
+        ("checkpoints/6/record/metadata", '"rounds": ', '"rounds": 1', "checkpoints/6/record"),
     ):
         content = (out / name).read_bytes()
         (out / name).write_bytes(content.replace(old.encode(), new.encode(), 1))

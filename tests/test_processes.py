@@ -5,6 +5,7 @@ import fcntl
 import os
 import platform
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -16,7 +17,16 @@ from unittest.mock import Mock
 import jax
 import pytest
 from jax._src import distributed
-from runs import REPO, copy_repository, environment, few_examples, finish, start_two, wait_for
+from runs import (
+    REPO,
+    copy_repository,
+    environment,
+    few_examples,
+    finish,
+    latest_checkpoint,
+    start_two,
+    wait_for,
+)
 
 from infra import hosts, resume
 from infra.mistakes import Unwritable, UserMistake
@@ -183,13 +193,17 @@ def test_a_tpu_is_a_device_of_google_that_is_no_disk_and_no_network_card(tmp_pat
 
 # ---- How processes end ---------------------------------------------------------------------------
 
-# The main thread does not come back to Python, as while a program is compiled.
+# The main thread does not come back to Python, as while a program is compiled: it waits for a lock
+# that it has itself, and signals do not interrupt this.
 WATCHING = """
-import hashlib, sys
+import ctypes, sys
 from infra.hosts import StopSignal
 StopSignal().watch(grace_s=int(sys.argv[1]))
+lock, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+libc.pthread_mutex_init(lock, None)
+libc.pthread_mutex_lock(lock)
 print("watching", flush=True)
-hashlib.pbkdf2_hmac("sha256", b"", b"", 2**28)  # minutes
+libc.pthread_mutex_lock(lock)
 """
 
 
@@ -222,40 +236,36 @@ def test_a_second_signal_ends_the_process_at_once_but_a_ctrl_c_may_arrive_twice(
     assert process.communicate(timeout=20) == (b"", message) and process.returncode == 130
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_signal_ends_the_process_within_the_grace_period_whatever_it_does(
-    number: signal.Signals, code: int
-) -> None:
+def test_a_signal_ends_the_process_within_the_grace_period_whatever_it_does() -> None:
     process = start_watching(grace_s=2)
-    process.send_signal(number)
+    process.send_signal(signal.SIGHUP)
     _, errors = process.communicate(timeout=30)
-    assert process.returncode == code
+    assert process.returncode == 129
     assert errors == b"error: PREEMPTION_GRACE_S=2 seconds are over; nothing more is saved\n"
 
 
 @pytest.mark.parametrize(
-    "ignored, sent",
+    "ignored, sent, heeded",
     [
-        ("HUP", signal.SIGHUP),  # by nohup
-        ("INT QUIT", signal.SIGINT),  # in the background of a script
-        ("INT HUP", signal.SIGHUP),
+        ("HUP", signal.SIGHUP, signal.SIGINT),  # by nohup
+        ("INT QUIT", signal.SIGINT, signal.SIGHUP),  # in the background of a script
     ],
 )
 def test_a_signal_that_was_ignored_at_the_start_stays_ignored(
-    ignored: str, sent: signal.Signals
+    ignored: str, sent: signal.Signals, heeded: signal.Signals
 ) -> None:
     process = start_watching(30, ignored)
     process.send_signal(sent)
     time.sleep(1)
-    process.send_signal(signal.SIGTERM)
-    wait_for(process, "^SIG")
+    process.send_signal(heeded)
+    wait_for(process, f"^{heeded.name}: stopping")
     time.sleep(1)
     process.send_signal(sent)
     time.sleep(1)
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=20)
-    assert process.returncode == 143
+    assert process.returncode == 128 + heeded
 
 
 ON_A_TERMINAL = """
@@ -289,6 +299,20 @@ def test_a_run_whose_terminal_is_gone_stops_without_an_error_of_its_log() -> Non
     assert process.wait(timeout=60) == 129
 
 
+def start_tasks(script: str, *arguments: str) -> list[subprocess.Popen]:
+    """Two tasks of srun on this machine that run the script."""
+    for job in range(os.getpid(), os.getpid() + 4096):  # jax makes the port from the job's number
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", 61440 + job % 4096)) != 0:
+                break
+    both = f"SLURM_JOB_ID={job} SLURM_STEP_NODELIST=localhost SLURM_STEP_TASKS_PER_NODE=2"
+    both += " SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2 JAX_PLATFORMS=cpu XLA_FLAGS="
+    envs = [environment(f"{both} SLURM_PROCID={i} SLURM_LOCALID={i}") for i in range(2)]
+    command, pipe = [sys.executable, "-c", script, *arguments], subprocess.PIPE
+    options = {"cwd": REPO, "bufsize": 0, "stdout": pipe, "stderr": pipe}
+    return [subprocess.Popen(command, env=os.environ | env, **options) for env in envs]
+
+
 FAILING = """
 import jax
 from infra import hosts
@@ -310,22 +334,90 @@ with hosts.exiting_on_error():
 
 
 def test_two_tasks_of_srun_join_tell_a_mistake_of_one_of_them_and_end_if_one_fails() -> None:
-    for job in range(os.getpid(), os.getpid() + 4096):  # jax makes the port from the job's number
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", 61440 + job % 4096)) != 0:
-                break
-    both = f"SLURM_JOB_ID={job} SLURM_STEP_NODELIST=localhost SLURM_STEP_TASKS_PER_NODE=2"
-    both += " SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2 JAX_PLATFORMS=cpu XLA_FLAGS="
-    envs = [environment(f"{both} SLURM_PROCID={i} SLURM_LOCALID={i}") for i in range(2)]
-    command, pipe = [sys.executable, "-c", FAILING], subprocess.PIPE
-    options = {"cwd": REPO, "text": True, "stdout": pipe, "stderr": pipe}
-    running = [subprocess.Popen(command, env=os.environ | env, **options) for env in envs]
-    waits, fails = (process.communicate(timeout=60) for process in running)
+    running = start_tasks(FAILING)
+    waits, fails = ([x.decode() for x in p.communicate(timeout=60)] for p in running)
     message = "of 2 with 1 of 2 devices: process 1: SEED=a\nprocess 1: STEPS=b\n"
     assert f"0 {message}" in waits[0] and f"1 {message}" in fails[0]
     assert fails[1] == "error: no space\n"
     assert waits[1].startswith("error: another process is gone; its log says why (")
     assert [process.returncode for process in running] == [1, 1]
+
+
+# The life of a run whose weights follow from the step; each process has half of them.
+LIFE = """
+import sys, time
+from pathlib import Path
+import jax, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+sys.path += ["tests"]
+from infra import hosts
+from infra.resume import begin_or_resume
+from life import life_of
+hosts.join_processes(60)
+with hosts.exiting_on_error():
+    out, steps = Path(sys.argv[1]), 10**6
+    life = life_of(out, steps=steps, save_every_steps=1)
+    halves = NamedSharding(jax.make_mesh((2,), ("half",)), PartitionSpec("half"))
+    def weights():
+        x = np.random.default_rng(life.progress.step).random((2, 10**5), np.float32)
+        return jax.make_array_from_callback(x.shape, halves, lambda index: x[index])
+    wanted = jax.ShapeDtypeStruct((2, 10**5), "float32", sharding=halves)
+    restored, life.progress = begin_or_resume(
+        out, life.checkpoints, {}, {"x": wanted}, resume="auto", steps=steps
+    )
+    if restored:
+        halves_read = (x.addressable_shards[0].data for x in (restored["x"], weights()))
+        np.testing.assert_array_equal(*map(np.asarray, halves_read))
+    life.stop_signal.watch(30)
+    def save():
+        life.save({"x": weights()})
+    with life.ending(save, None, None):
+        for _ in range(500):
+            life.finish_step(1, "")
+            life.stop_signal.raise_if_stopped()  # this step has no checkpoint yet
+            save()
+            print(f"step={life.progress.step}", flush=True)
+            time.sleep(0.1)
+"""
+
+
+@pytest.mark.slow
+def test_if_one_of_two_processes_is_struck_both_end_and_go_on_together_from_the_newest_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """One after the other, a process is killed, frozen, cannot write, and gets SIGTERM. The
+    connections of a frozen process stay open, but it sends no heartbeats, and is missed after 30
+    silent seconds."""
+    for strike, struck in (("kill", 0), ("freeze", 1), ("refuse", 1), ("stop", 1)):
+        saved = latest_checkpoint(tmp_path)
+        running = start_tasks(LIFE, str(tmp_path))
+        for process in running:
+            if saved > 0:
+                wait_for(process, f"^resumed after {saved} of ")
+            wait_for(process, f"^step={max(saved, 0) + 3}$")
+        if strike == "refuse":
+            most = (100_000, resource.RLIM_INFINITY)  # bytes of a file
+            resource.prlimit(running[struck].pid, resource.RLIMIT_FSIZE, most)
+        else:
+            numbers = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "stop": signal.SIGTERM}
+            running[struck].send_signal(numbers[strike])
+        lines, errors = (x.decode() for x in running[1 - struck].communicate(timeout=120))
+        if strike == "freeze":
+            running[struck].kill()
+        its_lines, its_errors = (x.decode() for x in running[struck].communicate(timeout=20))
+        codes = [running[i].returncode for i in (struck, 1 - struck)]
+        if strike == "stop":
+            stopped = [re.search("^STOPPED: SIGTERM .*$", x, re.M)[0] for x in (its_lines, lines)]
+            assert stopped[0] == stopped[1] and codes == [143, 143]
+            assert re.search(r" steps=(\d+) saved_step=\1$", stopped[0]), "the last step is saved"
+        else:
+            told = "error: another process is gone|another task died"  # a line of ours or of jax
+            assert re.search(told, errors), errors
+            assert codes[1] == -signal.SIGABRT or (codes[1] == 1 and "Traceback" not in errors)
+            assert latest_checkpoint(tmp_path) >= saved + 2
+        if strike == "refuse":
+            line = r"^error: checkpoint of step \d+ cannot be written to .*: File too large; "
+            assert re.search(line, its_errors, re.M) and codes[0] == 1, its_errors
 
 
 LOST = """

@@ -79,19 +79,25 @@ def make_run(out: Path, *steps: int, began: str = "", at: str = "") -> str:
     return progress.run_id
 
 
-@pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run `a` that has checkpoints of the steps 2 and 4, a run `b` that has ended
-    before its first checkpoint, and one whose checkpoints are `gone`."""
+    before its first checkpoint, one whose checkpoints are `gone`, and one that was `copied` without
+    the checkpoints and the hidden files."""
+    folder = tmp_path_factory.mktemp("made")
+    for name, *steps in (("a", 2, 4), ("b",), ("gone", 2), ("copied", 2)):
+        make_run(folder / name, *steps)
+    for name in ("gone", "copied"):
+        shutil.rmtree(folder / name / "checkpoints")
+    (folder / "copied" / ".saved").unlink()
+    return folder
+
+
+@pytest.fixture
+def runs(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of these runs in the working directory, for a test to change."""
     monkeypatch.chdir(tmp_path)
-    make_run(tmp_path / "a", 2, 4)
-    make_run(tmp_path / "b")
-    make_run(tmp_path / "gone", 2)
-    shutil.rmtree(tmp_path / "gone" / "checkpoints")
-    make_run(tmp_path / "copied", 2)  # without the checkpoints and the hidden files
-    shutil.rmtree(tmp_path / "copied" / "checkpoints")
-    (tmp_path / "copied" / ".saved").unlink()
-    return tmp_path
+    return Path(shutil.copytree(made, tmp_path, dirs_exist_ok=True))
 
 
 def test_a_run_goes_on_from_its_own_newest_checkpoint_whatever_resume_names(
@@ -168,18 +174,14 @@ def test_what_is_no_folder_of_this_run_is_refused_and_nothing_in_it_changes(
     assert files() == before
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b'{"run_id": "a", "forked_fr', b"\0" * 300, b"\xff\xfe{", b"null", b"{}", b'["run_id"]'],
-)
-def test_a_damaged_run_json_is_one_line_and_the_checkpoints_can_be_forked(
-    runs: Path, content: bytes
-) -> None:
-    (runs / "a" / "run.json").write_bytes(content)
+def test_a_damaged_run_json_is_one_line_and_the_checkpoints_can_be_forked(runs: Path) -> None:
     line = "its run.json is damaged, as after a loss of power; choose a new OUTPUT_DIR, with RESUME"
-    with pytest.raises(UserMistake) as error:
-        begun(out="a")
-    assert str(error.value).startswith(f"OUTPUT_DIR={runs}/a: {line}={runs}/a if there are")
+    damaged = (b"", b'{"run_id": "a", "forked_fr', b"\0" * 300, b"\xff\xfe{")
+    for content in (*damaged, b"null", b"{}", b'["run_id"]'):
+        (runs / "a" / "run.json").write_bytes(content)
+        with pytest.raises(UserMistake) as error:
+            begun(out="a")
+        assert str(error.value).startswith(f"OUTPUT_DIR={runs}/a: {line}={runs}/a if there are")
     assert begun(resume=f"{runs}/a")[:2] == (4, 4)
 
 
@@ -224,15 +226,22 @@ def test_a_checkpoint_with_an_array_that_the_run_does_not_have_is_refused_in_one
 SMALL = {"MODEL_PATH": str(REPO / "tiny"), "BATCH_SIZE": "8", "NUM_PRE_Q": "4", "STEPS": "3"}
 
 
+def set_up_run(**env: str) -> Run:
+    return set_up(Config.from_env(SMALL | {"DATASET": str(few_examples(32, 32))} | env))
+
+
 def fingerprint(**env: str) -> dict[str, str]:
-    return result_fingerprint(
-        set_up(Config.from_env(SMALL | {"DATASET": str(few_examples())} | env))
-    )
+    return result_fingerprint(set_up_run(**env))
 
 
 @pytest.fixture(scope="module")
-def before() -> dict[str, str]:
-    return fingerprint()
+def plain() -> Run:
+    return set_up_run()
+
+
+@pytest.fixture(scope="module")
+def before(plain: Run) -> dict[str, str]:
+    return result_fingerprint(plain)
 
 
 @pytest.mark.parametrize(
@@ -273,12 +282,17 @@ def test_what_decides_results_is_compared_by_name_and_what_does_not_is_free(
     ],
 )
 def test_other_random_numbers_of_jax_are_compared_and_the_usual_ones_change_no_fingerprint(
-    before: dict[str, str], capsys: pytest.CaptureFixture[str], name: str, value, default
+    plain: Run,
+    before: dict[str, str],
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    value: object,
+    default: object,
 ) -> None:
     assert not any(key.startswith("JAX_") for key in before)
     jax.config.update(name.lower(), value)
     try:
-        assert fingerprint() == before | {name: str(value)}
+        assert result_fingerprint(plain) == before | {name: str(value)}
         hosts.start_jax("", 60)
     finally:
         jax.config.update(name.lower(), default)
@@ -321,8 +335,7 @@ def of_two_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     named = f"{folder}/math/reward.py:right,{folder}/form/reward.py:brief"
-    env = SMALL | {"DATASET": str(few_examples()), "REWARD_FN": named}
-    return folder, set_up(Config.from_env(env))
+    return folder, set_up_run(REWARD_FN=named)
 
 
 @pytest.mark.parametrize("name", USER_FILES)

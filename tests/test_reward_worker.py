@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-from runs import environment, run_as_user
+from runs import environment, train
 
 import rewards
 from infra import reward_worker
@@ -315,9 +315,8 @@ SIGNATURE_REWARDS = {  # of the completions "4" and "5"
 }
 
 
-@pytest.mark.parametrize("name", SIGNATURE_REWARDS)
 def test_a_function_gets_trl_s_arguments_by_name_and_else_the_completions_first(
-    tmp_path: Path, name: str
+    tmp_path: Path,
 ) -> None:
     (tmp_path / "mine.py").write_text(SIGNATURES)
     columns = {
@@ -325,9 +324,13 @@ def test_a_function_gets_trl_s_arguments_by_name_and_else_the_completions_first(
         "answer": ["4", "7"],
         "completion_ids": [[4], [5, 6]],
     }
-    with worker(tmp_path, name) as function:
+    sources = [f"{tmp_path}/mine.py:{name}" for name in SIGNATURE_REWARDS]
+    workers = {}
+    functions = load_reward_functions(",".join(sources), 30, 9, 2, workers)
+    with closing(*workers.values()):
         for _ in range(2):
-            assert function(["4", "5"], **columns) == SIGNATURE_REWARDS[name]
+            rewards = [function(["4", "5"], **columns) for function in functions]
+            assert dict(zip(SIGNATURE_REWARDS, rewards, strict=True)) == SIGNATURE_REWARDS
 
 
 def test_trainer_state_has_the_steps_and_only_the_functions_that_name_it_get_it(
@@ -351,19 +354,18 @@ def others(completions, **kwargs):
 def test_a_run_and_its_evaluations_tell_reward_functions_the_step(tmp_path: Path) -> None:
     body = """
 def seen(completions, trainer_state, **kwargs):
-    with open("seen", "a") as file:
+    with open(f"{__file__}.seen", "a") as file:
         file.write(f"{trainer_state.global_step}/{trainer_state.max_steps} ")
     return [1.0] * len(completions)
 """
     (tmp_path / "mine.py").write_text(body)
     env = environment(
         """STEPS=2 BATCH_SIZE=4 NUM_PRE_Q=2 MAX_LENGTH_SAMPLE=4 EVAL_EVERY_STEPS=2 EVAL_PROMPTS=8
-        TRAIN_MICRO_BATCH_SIZE=8"""
+        TRAIN_MICRO_BATCH_SIZE=8 REWARD_WEIGHTS="""
     )
-    run = run_as_user(tmp_path / "out", **env, REWARD_FN=f"{tmp_path}/mine.py:seen")
-    assert run.code == 0, run.errors
-    [file] = tmp_path.rglob("seen")
-    assert [*dict.fromkeys(file.read_text().split())] == ["0/2", "1/2", "2/2"]
+    train(tmp_path / "out", **env, REWARD_FN=f"{tmp_path}/mine.py:seen")
+    seen = (tmp_path / "mine.py.seen").read_text().split()
+    assert [*dict.fromkeys(seen)] == ["0/2", "1/2", "2/2"]
 
 
 VERL = """
@@ -496,7 +498,6 @@ NAMES = {
     "mine": ("mine", "pool"),
     "reward.v2": ("reward_v2", ""),
     "math": ("user_math", "sqrt"),
-    "random": ("user_random", "Random"),
     "rewards": ("user_rewards", "extract_answer"),
     "numpy": ("user_numpy", "ndarray"),
 }

@@ -130,17 +130,15 @@ def test_the_newest_checkpoints_and_the_best_one_stay(tmp_path: Path) -> None:
     assert saved(tmp_path / "e", 4, keep=1).steps() == [4]
 
 
-@pytest.mark.parametrize(
-    "name", ["[v2]", "x[1]y", "[!a]", "][", "a**b", "a*?", "{a,b}", "50% #1", "é\n"]
-)
-def test_the_name_of_a_folder_may_have_any_character(tmp_path: Path, name: str) -> None:
+def test_the_name_of_a_folder_may_have_any_character(tmp_path: Path) -> None:
     """A folder beside it, which the name would match as a pattern, changes nothing."""
     for beside in ("v", "x1y", "azb"):
         saved(tmp_path / beside / "c", 2)
-    saved(tmp_path / name / "c", 1)
-    step, arrays, said = restored(tmp_path / name / "c")
-    assert (step, said) == (1, [])
-    assert_equal(arrays, arrays_of(1))
+    for name in ("[v2]", "x[1]y", "[!a]", "][", "a**b", "a*?", "{a,b}", "50% #1", "é\n"):
+        saved(tmp_path / name / "c", 1)
+        step, arrays, said = restored(tmp_path / name / "c")
+        assert (step, said) == (1, []), name
+        assert_equal(arrays, arrays_of(1))
 
 
 @pytest.mark.parametrize("lost", ["1/arrays/manifest.ocdbt", "1/record/metadata", "1"])
@@ -168,14 +166,14 @@ def test_a_store_that_does_not_keep_the_first_checkpoint_is_told_at_once(
 def test_a_damaged_checkpoint_is_never_restored_as_something_else(
     tmp_path: Path, kind: str
 ) -> None:
-    """Each of 20 copies is damaged elsewhere; step 3 is restored, or step 2 and a line names 3."""
+    """In each copy another file is damaged; step 3 is restored, or step 2 and a line names 3."""
     saved(tmp_path / "c", 3)
     rng, fell_back = random.Random(kind), 0
-    for i in range(20):
+    files = sorted(file for file in (tmp_path / "c" / "3").rglob("*") if file.is_file())
+    for i, original in enumerate(files):
         folder = tmp_path / str(i)
         shutil.copytree(tmp_path / "c", folder)
-        files = sorted(file for file in (folder / "3").rglob("*") if file.is_file())
-        file = rng.choice(files)
+        file = folder / original.relative_to(tmp_path / "c")
         size = file.stat().st_size
         if kind == "deleted":
             file.unlink()

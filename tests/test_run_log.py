@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from life import life_of
 from runs import REPO
 
 from infra import hosts
-from infra.log import RunLog, replace_file
+from infra.log import RunLog, compile_seconds, replace_file
 from infra.mistakes import Unwritable
 from infra.resume import read_run
 
@@ -63,6 +64,15 @@ def test_the_time_left_is_that_of_a_median_step(tmp_path: Path) -> None:
     assert log.time_left(13, SimpleNamespace(total=lambda: 930.0)) == ""  # the last step
     last = (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
     assert json.loads(last)["time/train/step_avg_last10_s"] == 930.0
+
+
+def test_a_program_counts_when_it_is_compiled_and_not_when_it_runs_again() -> None:
+    x = jnp.ones(3)
+    before = len(compile_seconds())
+    program = jax.jit(lambda x: x * 3 + 1)
+    program(x), program(x)
+    compiled = compile_seconds()[before:]
+    assert len(compiled) == 1 and compiled[0] > 0
 
 
 # ---- Evaluations, checkpoints and the end --------------------------------------------------------

@@ -339,13 +339,6 @@ DEMANDING = environment(
 TIMES = ("time/", "throughput/", "memory/", "compile/")  # metrics that depend on the clock
 
 
-def start_run(out: Path, devices: int = 1, **env: str) -> Popen[bytes]:
-    """Starts a run with DEMANDING settings. It lacks the flag for one part of LLVM, with which
-    programs of other meshes round so differently that a sampled token changes."""
-    flags = f"--xla_force_host_platform_device_count={devices} {OLDER_EMITTERS}"
-    return start(out, DEMANDING | {"XLA_FLAGS": flags} | env, devices)
-
-
 def latest_checkpoint(folder: Path) -> int:
     """The step of the newest complete checkpoint, or -1."""
     names = [path.name for path in (folder / "checkpoints").glob("*")]

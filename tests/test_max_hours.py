@@ -354,8 +354,8 @@ def test_the_seconds_of_reading_a_teacher_are_not_those_of_an_export(
         return read(*arguments)
 
     monkeypatch.setattr(teacher, "load_weights", slow_read)
-    env = SETTINGS | {"STEPS": "1", "TEACHER_PATH": str(REPO / "tiny"), "MAX_HOURS": "1"}
-    result = main(train_grpo, tmp_path, **env)
+    env = SETTINGS | environment("STEPS=1 EVAL_EVERY_STEPS=0 EVAL_FULL_SWEEP=0 MAX_HOURS=1")
+    result = main(train_grpo, tmp_path, **env, TEACHER_PATH=str(REPO / "tiny"))
     assert result.code == 0 and "\nDONE: steps=1 " in result.lines, result.errors
 
 

@@ -122,6 +122,19 @@ def test_a_run_without_a_reviewer_and_checkpoints_ends_and_is_not_begun_again(
     assert not (tmp_path / "summary.json").exists()
 
 
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_a_line_and_is_told_in_the_summary(
+    tmp_path: Path,
+) -> None:
+    lifecycle, reviews = life_of(tmp_path, save_every_steps=1), []
+    lifecycle.review = lambda state, reason: {} if reviews.append((state, reason)) else {}
+    with file_limit(2000), pytest.raises(SystemExit) as end, lifecycle.ending(None, None, None):
+        lifecycle.finish_step(1, "")
+        lifecycle.save({"x": jnp.asarray(np.random.default_rng(0).random(10_000))})
+    line = f"checkpoint of step 1 cannot be written to {tmp_path}/checkpoints: File too large; "
+    assert end.value.code == f"error: {line}there is none yet"
+    assert reviews == [("failed", f"{line}there is none yet")]
+
+
 # ---- Files ---------------------------------------------------------------------------------------
 
 

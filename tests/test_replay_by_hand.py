@@ -23,6 +23,7 @@ from runs import environment, train
 from small_model import TINY_QWEN35
 from tokenizers import Tokenizer
 
+import train_grpo
 from model import hf
 from tools.bench import make_random_model
 
@@ -54,7 +55,12 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         folder = runs / "model"
         make_random_model(TINY, folder, TINY_QWEN35 | {"num_hidden_layers": 4})
         settings = SETTINGS | {"MODEL_PATH": str(folder), "LEARNING_RATE": "3e-4"}
-    return Saved(train(runs / "replay", changes=SAVING, **settings), hf.read_config(folder))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("update_policy", "train_on_mini_batch"):
+            patch.setattr(train_grpo, name, getattr(train_grpo, name))  # the first ones come back
+        patch.setenv("OUTPUT_DIR", str(runs / "replay"))
+        exec(SAVING, {"train_grpo": train_grpo})
+        return Saved(train(runs / "replay", **settings), hf.read_config(folder))
 
 
 # ---- They agree ----------------------------------------------------------------------------------

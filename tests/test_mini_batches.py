@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from runs import REPO, environment
+from runs import REPO, environment, few_examples
 from small_model import without_rewards
 
 import data
@@ -14,8 +14,6 @@ from run import Run
 from startup import set_up
 from train_grpo import groups_of_updates, with_logps
 from update import computed_sequences, loss_counts, pack_to_devices
-
-TINY = REPO / "tiny"
 
 # ---- Sizes ---------------------------------------------------------------------------------------
 
@@ -41,8 +39,8 @@ SMALL = "BATCH_SIZE=8 NUM_PRE_Q=4 NUM_MINI_BATCHES=4 TRAIN_MICRO_BATCH_SIZE=8"
 
 
 def run_of(settings: str) -> Run:
-    text = f"{SMALL} MODEL_PATH={TINY} DATASET={TINY} {settings}"
-    return set_up(Config.from_env(dict(pair.split("=") for pair in text.split())))
+    folders = f"MODEL_PATH={REPO / 'tiny'} DATASET={few_examples(32, 32)}"
+    return set_up(Config.from_env(environment(f"{SMALL} {folders} {settings}")))
 
 
 def step_of(masked: int) -> Batch:

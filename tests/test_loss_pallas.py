@@ -31,7 +31,7 @@ from tools import plan
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of 128 columns, so that a vocabulary of 1000 has 8 and the last reaches back."""
+    """Tiles of 128 columns, so that a vocabulary of 1027 has 9 and the last reaches back."""
     monkeypatch.setattr("model.logps.LOGITS_TILE_BYTES", 1)
     monkeypatch.setattr(loss_pallas, "block_sizes", lambda *_, **__: (64, 128))
 
@@ -113,9 +113,7 @@ def assert_relative(got: Gradients, expected: Gradients, tolerance: float) -> No
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("impl", ["jax", "pallas"])
-@pytest.mark.parametrize(
-    "n, V, D, temperature", [(1, 1000, 64, 0.6), (7, 17, 896, 1.0), (129, 4099, 64, 0.6)]
-)
+@pytest.mark.parametrize("n, V, D, temperature", [(7, 17, 896, 1.0), (129, 1027, 64, 0.6)])
 def test_values_and_gradients_are_those_of_numpy(
     n: int, V: int, D: int, temperature: float, impl: str
 ) -> None:
@@ -185,7 +183,6 @@ def random_support(ids: np.ndarray, V: int, U: int) -> np.ndarray:
     [
         (997, 1, (1, 1, 1)),  # tiles of 128 columns
         (60, 2**28, (1, 1, 1)),  # all columns at once
-        (1000, 1, (1, 8, 1)),
         (1000, 1, (2, 2, 2)),
     ],
     ids=str,
@@ -229,10 +226,10 @@ def test_an_improbable_support_and_one_without_tokens_have_finite_gradients(
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("impl", ["jax", "pallas"])
 def test_devices_do_what_one_does(impl: str) -> None:
-    """A device holds 2003 words of the vocabulary, in uneven tiles."""
+    """A device holds 515 words of the vocabulary, in uneven tiles."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("dp", "fsdp", "tp"))
-    hidden, lm_head, ids = inputs(8, 37, V=4006)
-    ids[:, 0] = 2000 + np.arange(8)  # on both sides of the border
+    hidden, lm_head, ids = inputs(8, 37, V=1030)
+    ids[:, 0] = 511 + np.arange(8)  # on both sides of the border
     cotangents = random_cotangents(8, 37)
     got = program(KERNELS[impl], ids, 0.7, mesh)(hidden, lm_head, cotangents)
     assert_relative(got, numpy_gradients(hidden, lm_head, ids, cotangents, 0.7), 1e-5)

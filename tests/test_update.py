@@ -284,7 +284,6 @@ def test_without_old_logps_the_ratio_is_one_and_the_gradient_flows() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"micro": 1, "share": 1},
         {"micro": 8, "share": 2, "mesh": (1, 2, 2), "layer_loop": "unroll"},
         {"packed": True, "micro": 4, "remat": "dots", "layer_loop": "unroll"},
         {"packed": True, "micro": 4, "mesh": (2, 2, 2), "remat": "full"},

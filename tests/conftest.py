@@ -21,8 +21,10 @@ for number in (signal.SIGINT, signal.SIGHUP):  # a background job ignores them, 
         signal.signal(number, signal.SIG_DFL)
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["WANDB_API_KEY"] = ""  # no test logs to the W&B of whoever runs it
-# NumPy's references multiply small matrices, and its threads would wait for a core that is busy.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# The references of NumPy and torch have small arrays, and their threads would wait for a core that
+# is busy: torch's took 50 times as long.
+for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+    os.environ.setdefault(name, "1")
 
 from cloud import Cloud  # noqa: E402 - NumPy, which it imports, reads the environment
 from runs import FASTER_TO_COMPILE, FLAGS  # noqa: E402

@@ -292,21 +292,14 @@ TINY_QWEN35 = {
     "linear_value_head_dim": 16,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
 }
-# Those that make a Qwen3 whose routers choose two of eight experts, and of a Qwen3.5 such a one.
-SIZES_OF_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-TINY_MOE = {
-    "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "num_hidden_layers": 2,
-    "head_dim": 16,
-    "norm_topk_prob": True,
-    **SIZES_OF_EXPERTS,
-}
+# Those that make of it one whose routers choose two of eight experts.
 TINY_EXPERTS = {
     "model_type": "qwen3_5_moe_text",
     "architectures": ["Qwen3_5MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
-    **SIZES_OF_EXPERTS,
 }
 
 

@@ -18,30 +18,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from by_transformers import (
+    compare_with_transformers,
+    decoded,
+    golden,
+    golden_batch,
+    golden_folder,
+    golden_logps,
+)
 from qwen35_by_hand import random_config
 from safetensors.numpy import load_file, save_file
-from small_model import (
-    FAMILIES,
-    GOLDENS,
-    MODEL,
-    batch_of,
-    in_rows,
-    layout,
-    tensors,
-    train_layout,
-    write_config,
-)
+from small_model import FAMILIES, MODEL, in_rows, layout, tensors, train_layout, write_config
 
 from model import experts, hf
-from model.attention import Cache, map_kv, prompt_rows
 from model.experts import Experts
 from model.families import FUSED_EXPERTS
 from model.int8 import Int8, quantize
 from model.layout import TRAIN_BATCH_AXES, Layout, constrain, make_mesh
-from model.network import ComputeConfig, LayerWeights, forward, forward_token, split_prefix
+from model.network import ComputeConfig, LayerWeights
 from model.params import Layers, Lora, ModelConfig, Moe, Params, lm_head, param_table
 from model.placement import update_flops
-from rows import RowLimits, pack, plan_rows
+from rows import MicroBatch, RowLimits, pack, plan_rows
 from tools.plan import array, known_config, slice_devices
 from tools.routing import experts_of_sampler, experts_of_trainer
 from update import compute_logps_and_entropies
@@ -50,18 +47,6 @@ MODELS = ("qwen3_moe", "qwen3_moe_unnormed", "qwen35_moe")
 FORMS = ("dense", "blocks", "ragged")
 # torch's own product of experts has no odd sizes.
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
-
-
-@functools.cache
-def golden(name: str) -> dict[str, np.ndarray]:
-    return dict(np.load(GOLDENS.with_name(f"{name}.npz")))
-
-
-def golden_folder(folder: Path, name: str) -> Path:
-    weights = {x.removeprefix("weight:"): y for x, y in golden(name).items() if "weight:" in x}
-    (folder / "config.json").write_text(GOLDENS.with_name(f"{name}.json").read_text())
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 def compute_of(model: ModelConfig, *mesh: int) -> ComputeConfig:
@@ -103,10 +88,6 @@ def backward(dtype: Any, saved: Any, grad: jax.Array) -> tuple[Any, ...]:
 dot_as_on_a_tpu.defvjp(lambda *given: (dot_as_on_a_tpu(*given), given[:3]), backward)
 
 
-# Most of the time is compilation.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-
 # ---- A layer's experts, beside numpy -------------------------------------------------------------
 
 N, D, E, F, K = 61, 16, 8, 12, 3
@@ -142,11 +123,15 @@ def as_int8(w: Experts) -> tuple[Experts, Experts]:
     return Experts(*stacked), Experts(*(x.values * x.scale[:, None].astype(float) for x in stacked))
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 4), (1, 2, 2)])
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("form", FORMS)
+MESHES = (1, 1, 1), (2, 1, 4), (1, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "form, mesh, int8",  # each form and each mesh with int8 and without
+    [(x, y, (i + j) % 2 > 0) for i, x in enumerate(FORMS) for j, y in enumerate(MESHES)],
+)
 def test_each_form_on_each_mesh_gives_the_sums_of_experts_and_their_gradient(
-    monkeypatch: pytest.MonkeyPatch, form: str, int8: bool, mesh: tuple[int, int, int]
+    monkeypatch: pytest.MonkeyPatch, form: str, mesh: tuple[int, int, int], int8: bool
 ) -> None:
     """The gradient along a random direction, by central differences in float64. An expert without
     tokens, one with a third of the pairs, and numbers of pairs that are no multiples of blocks."""
@@ -166,7 +151,7 @@ def test_each_form_on_each_mesh_gives_the_sums_of_experts_and_their_gradient(
         return (out * probe).sum(), out
 
     arguments = (0, 1) if int8 else (0, 1, 2)
-    run = jit(jax.value_and_grad(loss, arguments, has_aux=True))
+    run = jax.jit(jax.value_and_grad(loss, arguments, has_aux=True))
     (_, out), grads = run(np.float32(y), np.float32(router), given)
     np.testing.assert_allclose(out, numpy_experts(y, router, meant, not int8), rtol=0, atol=1e-5)
 
@@ -248,36 +233,13 @@ def test_a_tpu_multiplies_a_pair_with_its_expert_alone() -> None:
 # ---- transformers' numbers -----------------------------------------------------------------------
 
 
-def sequences(name: str) -> list[np.ndarray]:
-    found = golden(name)
-    return [ids[mask == 1] for ids, mask in zip(found["ids"], found["mask"], strict=True)]
-
-
-def golden_row(name: str, model: ModelConfig) -> Any:
-    """A MicroBatch of one row: the golden sequences, each behind a prompt of its first token."""
-    completions = [x[1:] for x in sequences(name)]
-    T = max(map(len, completions))
-    ids = np.stack([np.pad(x, (0, T - len(x))) for x in completions])
-    mask = np.int32(np.arange(T) < np.array([[len(x)] for x in completions]))
-    zeros = np.zeros(ids.shape, np.float32)
-    batch = batch_of([x[:1] for x in sequences(name)], ids, mask, zeros, zeros[:, 0])
+def golden_row(name: str, model: ModelConfig) -> MicroBatch:
+    """One row: the golden sequences, each behind a prompt of its first token."""
+    batch = golden_batch(name)
     if not model.linear:
-        return in_rows(batch, len(ids))
-    limits = RowLimits(1, len(ids), 1, T, 128, unit=64, chunk=64)
-    [rows], widths = plan_rows(batch, range(len(ids)), limits)
+        return in_rows(batch, 3)
+    [rows], widths = plan_rows(batch, range(3), RowLimits(1, 3, 1, 23, 128, unit=64, chunk=64))
     return pack(batch, rows, widths, pad_id=0)
-
-
-def golden_logps(name: str) -> list[np.ndarray]:
-    """The log-probability of each token but the first, of each sequence."""
-    found = []
-    for ids, mask, logits in zip(
-        *(golden(name)[x] for x in ("ids", "mask", "logits")), strict=True
-    ):
-        ids, logits = ids[mask == 1], logits[mask == 1].astype(float)[:-1]
-        logits = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-        found.append(logits[np.arange(len(logits)), ids[1:]])
-    return found
 
 
 @pytest.mark.parametrize(
@@ -300,11 +262,12 @@ def test_packed_rows_have_transformers_logps_and_gradients(
         logps, _ = compute_logps_and_entropies.__wrapped__(params, row, 1.0, compute)
         return -(logps * row.completion_mask).sum() / row.completion_mask.sum(), logps
 
-    (loss, logps), grads = jit(jax.value_and_grad(mean, has_aux=True))(params)
+    (loss, logps), grads = jax.jit(jax.value_and_grad(mean, has_aux=True))(params)
     assert loss == pytest.approx(float(golden(name)["loss"]), abs=1e-5)
     for place, i in enumerate(row.sequence_indices[row.sequence_indices >= 0]):
-        expected = golden_logps(name)[i]
-        np.testing.assert_allclose(logps[place, : len(expected)], expected, rtol=0, atol=5e-5)
+        n = golden_batch(name).lengths[i]
+        expected = golden_logps(name)[0, i, :n]
+        np.testing.assert_allclose(logps[place, :n], expected, rtol=0, atol=5e-5)
     expected = {
         x.removeprefix("grad:").replace("model.language_model.", "model."): y
         for x, y in golden(name).items()
@@ -323,26 +286,11 @@ def test_prefill_and_decoding_have_transformers_logits(tmp_path: Path, name: str
     compute = compute_of(model)._replace(layout=layout(1, 1, 1))
     params = hf.load_params(tmp_path, model, compute.layout.mesh, np.float32)
     ids, mask, logits = (golden(name)[x] for x in ("ids", "mask", "logits"))
-    S = 14
-
-    def decoded(params: Params) -> jax.Array:
-        before, positions, seen = split_prefix(jnp.array(ids[:, :S]), jnp.array(mask[:, :S]))
-        _, prompt = forward(params, compute, before, positions, prompt_rows(seen))
-        start = mask[:, :S].sum(axis=1) - 1
-
-        def step(completion: Any, t: jax.Array) -> tuple[Any, jax.Array]:
-            cache = Cache(prompt, seen, completion, t)
-            token = jnp.array(ids)[:, S - 1 + t]
-            hidden, completion = forward_token(params, compute, token, start + t, cache)
-            return completion, hidden @ lm_head(params).T
-
-        T = ids.shape[1] - S
-        empty = map_kv(lambda kv: kv.begin_completions(len(ids), T), prompt)
-        return jax.lax.scan(step, empty, jnp.arange(T))[1].swapaxes(0, 1)
-
+    prompts = ids[:, :14], mask[:, :14]
+    hidden = jax.jit(decoded, static_argnums=1)(params, compute, *prompts, ids[:, 14:])
     tolerance = (2e-5 if model.linear else 1e-5) * np.abs(logits).max()
-    ours = jit(decoded)(params)
-    np.testing.assert_allclose(ours, logits[:, S - 1 : -1], rtol=0, atol=tolerance)
+    ours = hidden @ lm_head(params).T
+    np.testing.assert_allclose(ours, logits[:, 13:-1], rtol=0, atol=tolerance)
 
 
 def test_the_routing_tool_finds_transformers_experts_of_sampler_and_trainer(tmp_path: Path) -> None:
@@ -350,13 +298,10 @@ def test_the_routing_tool_finds_transformers_experts_of_sampler_and_trainer(tmp_
     model = hf.read_config(golden_folder(tmp_path, name))
     compute, rows = compute_of(model)._replace(layer_loop="unroll"), golden_row(name, model)
     params = hf.load_params(tmp_path, model, compute.layout.mesh, np.float32, "unroll")
-    ids = [x for x in sequences(name)]
-    completions = np.stack(
-        [np.pad(x[1:], (0, rows.target_slots.shape[-1] + 1 - len(x))) for x in ids]
-    )
-    prompts, mask = np.array([[0, x[0]] for x in ids]), np.array([[0, 1]] * len(ids))
+    batch, mask = golden_batch(name), np.array([[0, 1]] * 3)
+    prompts = np.array([[0, *prompt.ids] for prompt in batch.prompts])
     sampler = compute._replace(layout=layout(1, 1, 1))
-    ours = experts_of_sampler(params, sampler, prompts, mask, completions)
+    ours = experts_of_sampler(params, sampler, prompts, mask, batch.completion_ids)
     theirs = experts_of_trainer(params, compute, rows)
     for place, i in enumerate(rows.sequence_indices):
         expected = np.sort(golden(name)["experts"][i][golden(name)["mask"][i] == 1][:-1])
@@ -394,10 +339,7 @@ def random_model(family: str, seed: int) -> Any:
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize(
-    "family, seed",
-    [("qwen3_moe", 0), ("qwen3_moe", 1), ("qwen3_moe", 3), ("qwen3_5_moe", 0), ("qwen3_5_moe", 1)],
-)
+@pytest.mark.parametrize("family, seed", [("qwen3_moe", 0), ("qwen3_moe", 3), ("qwen3_5_moe", 1)])
 def test_random_models_are_read_and_exported_in_both_layouts_as_transformers_computes_them(
     family: str, seed: int, tmp_path: Path
 ) -> None:
@@ -406,34 +348,16 @@ def test_random_models_are_read_and_exported_in_both_layouts_as_transformers_com
 
     other, tokens = random_model(family, seed), 130
     ids = np.random.default_rng(seed).integers(0, 48, (1, tokens))
-    theirs = other(input_ids=torch.tensor(ids)).logits
-    torch.log_softmax(theirs, dim=-1).mean().backward()
-    theirs = theirs.detach().numpy()
-    rows, positions = prompt_rows(np.ones(ids.shape, bool)), np.arange(tokens)[None]
-
-    def mean(params: Params, compute: ComputeConfig) -> tuple[jax.Array, jax.Array]:
-        logits = forward(params, compute, ids, positions, rows)[0] @ lm_head(params).T
-        return jax.nn.log_softmax(logits).mean(), logits
-
     sources, exports = ([tmp_path / f"{x}{i}" for i in range(2)] for x in ("source", "export"))
     for source in sources:
         other.save_pretrained(source)
     weights = in_other_layout(load_file(sources[1] / hf.WEIGHTS), other.config.num_experts)
     save_file(weights, sources[1] / hf.WEIGHTS, metadata={"format": "pt"})
     models = [*map(hf.read_config, sources)]
-    compute = compute_of(models[0])
-    read = functools.partial(hf.load_params, mesh=compute.layout.mesh, dtype=np.float32)
-    params, same = (read(*pair) for pair in zip(sources, models, strict=True))
+    arguments = other, sources[0], ids, 2e-5, 1e-4
+    params, theirs = compare_with_transformers(*arguments)
+    same = hf.load_params(sources[1], models[1], train_layout(1, 1, 1).mesh, np.float32)
     jax.tree.map(np.testing.assert_array_equal, same, params)
-    run = jit(jax.value_and_grad(mean, has_aux=True), static_argnums=1)
-    (_, logits), grads = run(params, compute)
-    np.testing.assert_allclose(logits, theirs, rtol=0, atol=2e-5 * np.abs(theirs).max())
-    ours = dict(hf.hf_tensors(grads, dataclasses.replace(models[0], names=FUSED_EXPERTS)))
-    for name, x in other.named_parameters():
-        expected = x.grad.numpy()
-        rounding = 1e-4 * np.abs(expected).max()
-        np.testing.assert_allclose(ours.pop(name), expected, rtol=0, atol=rounding, err_msg=name)
-    assert not ours
     for source, model, export in zip(sources, models, exports, strict=True):
         written = hf.hf_tensors(params, model)
         hf.save_model(export, written, model, source, dtype=np.float32, stop_ids=[1])

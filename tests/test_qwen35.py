@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from by_transformers import compare_with_transformers
 from qwen35_by_hand import MODEL, random_config, reference_logps
 from runs import (
     REPO,
@@ -21,17 +22,17 @@ from runs import (
     metric_records,
     run_here,
 )
-from small_model import NEVER, PAD, QWEN2, TINY_MOE, TINY_QWEN35, batch_of, layout, train_layout
+from small_model import NEVER, PAD, QWEN2, TINY_EXPERTS, TINY_QWEN35, batch_of, layout, train_layout
 
 import train_grpo
 import train_sft
 from chat import open_think_tag
 from config import Config
 from data import pad_prompts
-from model import blocks, hf
-from model.attention import map_kv, prompt_rows
+from model import blocks
+from model.attention import map_kv
 from model.linear_attention import CHUNK
-from model.network import ComputeConfig, forward
+from model.network import ComputeConfig
 from model.next_token import Sampling
 from model.params import (
     Leaf,
@@ -39,7 +40,6 @@ from model.params import (
     Params,
     abstract_params,
     arrange_layers,
-    lm_head,
     param_shardings,
     param_table,
 )
@@ -191,8 +191,7 @@ def test_gradients_of_stacked_and_of_unrolled_layers_add_up_to_stacked_ones(
 
 
 @pytest.mark.parametrize(
-    "layer_loop, mesh, K, T",
-    [("scan", (1, 1, 1), 8, 12), ("scan", (2, 2, 2), 8, 12), ("unroll", (1, 1, 1), 1, 260)],
+    "layer_loop, mesh, K, T", [("scan", (2, 2, 2), 8, 12), ("unroll", (1, 1, 1), 1, 260)]
 )
 def test_sampled_logps_are_those_of_the_reference(
     layer_loop: str, mesh: tuple[int, int, int], K: int, T: int
@@ -243,12 +242,12 @@ SFT = environment("REWARD_FN= REWARD_WEIGHTS= MAX_LENGTH_SAMPLE=96 COMPLETION_CO
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [TINY_QWEN35, TINY_MOE], ids=["qwen3_5", "qwen3_moe"])
 def test_a_cold_start_and_grpo_behind_it_end_to_the_bit_as_ever_if_they_are_killed(
-    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model of the cold start is the teacher of GRPO. What a kill leaves is copied."""
-    make_random_model(REPO / "tiny", tmp_path / "model", changes)
+    """With linear layers and experts. The model of the cold start is the teacher of GRPO. What a
+    kill leaves is copied."""
+    make_random_model(REPO / "tiny", tmp_path / "model", TINY_QWEN35 | TINY_EXPERTS)
     model = str(tmp_path / "model")
     sft, grpo = tmp_path / "sft", tmp_path / "grpo"
     of_grpo = GRPO | {"MODEL_PATH": f"{sft}/hf", "TEACHER_PATH": model}
@@ -274,7 +273,7 @@ def test_a_cold_start_and_grpo_behind_it_end_to_the_bit_as_ever_if_they_are_kill
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [1, 2])  # untied with periods of 3 layers, tied with 4
 def test_random_models_have_transformers_logits_and_gradients(seed: int, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     import transformers
@@ -287,27 +286,7 @@ def test_random_models_have_transformers_logits_and_gradients(seed: int, tmp_pat
             x.normal_(float("linear_attn.norm" in name), scale)
     other.save_pretrained(tmp_path)
     ids = np.random.default_rng(seed).integers(0, 50, (2, 130))
-    theirs = other(input_ids=torch.tensor(ids)).logits
-    torch.log_softmax(theirs, dim=-1).mean().backward()
-    model, mesh = hf.read_config(tmp_path), train_layout(1, 1, 1).mesh
-    compute = ComputeConfig(model, jnp.dtype("float32"), train_layout(1, 1, 1))
-    rows = prompt_rows(np.ones(ids.shape, bool))
-    positions = np.arange(130)[None].repeat(2, axis=0)
-
-    def mean(params: Params) -> tuple[jax.Array, jax.Array]:
-        hidden, _ = forward(params, compute, ids, positions, rows)
-        logits = hidden @ lm_head(params).T
-        return jax.nn.log_softmax(logits).mean(), logits
-
-    params = hf.load_params(tmp_path, model, mesh, np.float32)
-    (_, logits), grads = jax.jit(jax.value_and_grad(mean, has_aux=True))(params)
-    theirs = theirs.detach().numpy()
-    np.testing.assert_allclose(logits, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
-    expected = {name: x.grad.numpy() for name, x in other.named_parameters()}
-    ours = dict(hf.hf_tensors(grads, model))
-    assert ours.keys() == expected.keys()
-    for name, x in expected.items():
-        np.testing.assert_allclose(ours[name], x, rtol=0, atol=2e-4 * np.abs(x).max(), err_msg=name)
+    compare_with_transformers(other, tmp_path, ids, 1e-5, 2e-4)
 
 
 @pytest.mark.parity
@@ -322,7 +301,7 @@ def test_the_released_templates_think_as_chat_template_kwargs_says(
     """Those of 0.8B and 2B, then those of larger models; rewards see a tag that a prompt opens."""
     trl = pytest.importorskip("trl")
     template = Path(trl.__file__).parent / "chat_templates" / f"qwen3_5_{name}.jinja"
-    env = {"CHAT_TEMPLATE": str(template), "DATASET": str(few_examples()), "EVAL_EVERY_STEPS": "0"}
+    env = {"CHAT_TEMPLATE": str(template), "DATASET": str(few_examples(9, 9))}
     if thinks is not None:
         env["CHAT_TEMPLATE_KWARGS"] = json.dumps({"enable_thinking": thinks})
     run = set_up(Config.from_env(env))

@@ -544,7 +544,8 @@ def test_the_end_of_an_answer_by_the_chat_template_is_a_stop_token_and_a_line_sa
     tokenizer = {"chat_template": listed(named), "eos_token": "<|endoftext|>"}
     folder = copy_tiny(tmp_path / "base", config={"eos_token_id": 0}, tokenizer_config=tokenizer)
     env = environment("EVAL_EVERY_STEPS=0 REWARD_FN=reward_format")
-    env |= {"MODEL_PATH": str(folder), "DATASET": str(few_examples()), "SYSTEM_PROMPT": "Think."}
+    env |= {"MODEL_PATH": str(folder), "DATASET": str(few_examples(32, 32))}
+    env["SYSTEM_PROMPT"] = "Think."
     run = set_up(Config.from_env(env))
     assert run.rollout.stopping.stop_ids == (0, 2) and run.rollout.stopping.pad_id == 0
     lines = capsys.readouterr().out
@@ -646,6 +647,13 @@ MTP = {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
 CODE = {"auto_map": {"AutoModelForCausalLM": "modeling_mine.Mine"}}
 
 
+def exported_config(source: Path, target: Path) -> dict[str, object]:
+    """The config.json of an export of the folder `source` as it is, without its devices."""
+    weights, model = iter(tensors_of(source).items()), hf.read_config(source)
+    hf.save_model(target, weights, model, source, dtype="float32", stop_ids=[2])
+    return json.loads((target / "config.json").read_text())
+
+
 @pytest.mark.parametrize(
     "family, told",
     [
@@ -663,7 +671,7 @@ def test_the_config_of_an_export_names_its_dtype_and_nothing_that_the_folder_lac
 ) -> None:
     source = write_folder(tmp_path, family)
     write_config(source, FAMILIES[family] | told)
-    config = json.loads((exported(source, tmp_path / "hf") / "config.json").read_text())
+    config = exported_config(source, tmp_path / "hf")
     assert config == FAMILIES[family] | {"dtype": "float32", "torch_dtype": "float32"}
 
 
@@ -705,10 +713,9 @@ def test_the_rope_of_an_export_stands_also_where_earlier_versions_of_transformer
     source = write_folder(tmp_path, family)
     config = {key: x for key, x in FAMILIES[family].items() if key not in {*older, "rope_scaling"}}
     write_config(source, config | {"rope_parameters": parameters})
-    target = exported(source, tmp_path / "hf")
-    told = json.loads((target / "config.json").read_text())
+    told = exported_config(source, tmp_path / "hf")
     assert told.items() >= (older | {"rope_parameters": parameters}).items()
-    assert hf.read_config(target) == hf.read_config(source)
+    assert hf.read_config(tmp_path / "hf") == hf.read_config(source)
 
 
 def test_an_export_needs_no_permission_to_change_permissions(
@@ -726,16 +733,6 @@ def test_an_export_needs_no_permission_to_change_permissions(
     target = exported(source, tmp_path / "hf")
     assert hf.load_tokenizer(target).chat_template["tool_use"] == "tools"
     assert tensors_of(target).keys() == tensors_of(source).keys()
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_opens_an_export_and_gives_the_same_logits(tmp_path, family):
-    pytest.importorskip("torch", reason="opens the folder with transformers' torch model")
-    source = tmp_path / "source"
-    source.mkdir()
-    target = exported(write_folder(source, family), tmp_path / "ours")
-    np.testing.assert_array_equal(transformers_logits(target), transformers_logits(source))
 
 
 # What llama.cpp's converter reads: names of the number of layers, of layers beside them, and what
@@ -769,9 +766,30 @@ def check_as_llama_cpp(folder: Path) -> None:
     assert max(ids) < rows
 
 
+def folder_with_tokenizer(folder: Path, family: str) -> Path:
+    """A folder of the family with the tokenizer in tiny/; those of Qwen3.5 also tell of MTP."""
+    config = FAMILIES[family] | {"vocab_size": 576} | (MTP if "qwen3_5" in family else {})
+    write_config(copy_tiny(folder), config)
+    save_file(tensors(config), folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_opens_an_export_that_can_be_converted_and_gives_the_same_logits(
+    tmp_path: Path, family: str
+) -> None:
+    pytest.importorskip("torch", reason="opens the folder with transformers' torch model")
+    source = folder_with_tokenizer(tmp_path / "source", family)
+    target = exported(source, tmp_path / "ours")
+    check_as_llama_cpp(target)
+    np.testing.assert_array_equal(transformers_logits(target), transformers_logits(source))
+
+
 @pytest.mark.parity
 @pytest.mark.parametrize(
-    "family, lora", [*((family, "") for family in FAMILIES), ("gemma2", MERGED), ("gemma3", MERGED)]
+    "family, lora",
+    [("gemma2", ""), ("gemma3", MERGED), ("phi3", ""), ("qwen3_moe", ""), ("qwen3_5_moe", "")],
 )
 def test_an_export_says_in_transformers_what_the_run_has_said_and_can_be_converted(
     tmp_path: Path, family: str, lora: str
@@ -780,10 +798,7 @@ def test_an_export_says_in_transformers_what_the_run_has_said_and_can_be_convert
     torch = pytest.importorskip("torch", reason="opens the folder with transformers' torch model")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    config = FAMILIES[family] | {"vocab_size": 576} | (MTP if family == "qwen3_5" else {})
-    folder, out = copy_tiny(tmp_path / "model"), tmp_path / "run"
-    write_config(folder, config)
-    save_file(tensors(config), folder / "model.safetensors", {"format": "pt"})
+    folder, out = folder_with_tokenizer(tmp_path / "model", family), tmp_path / "run"
     sizes = environment("BATCH_SIZE=2 NUM_PRE_Q=4 TRAIN_MICRO_BATCH_SIZE=8 LEARNING_RATE=1e-3")
     asked = environment("EVAL_EVERY_STEPS=1 EVAL_PROMPTS=8 MAX_LENGTH_SAMPLE=16 DTYPE=float32")
     train(out, MODEL_PATH=str(folder), **sizes | asked | environment(lora))

@@ -33,7 +33,7 @@ from replay import (
     by_hand,
     update_by_hand,
 )
-from runs import APPLES, REPO, run_as_user_here, environment, train
+from runs import APPLES, REPO, environment, run_as_user_here, train
 from small_model import GEMMA_TEMPLATES, NEVER, PAD, PROMPTS, QWEN2, layout
 
 from chat import ChatFormat

@@ -38,6 +38,7 @@ flags = os.environ.get("XLA_FLAGS", "")
 flags += f" --xla_force_host_platform_device_count=8 {FLAGS}"
 os.environ |= FASTER_TO_COMPILE | {"XLA_FLAGS": flags.strip()}
 # As infra/hosts.py does, which tests in this process do not start.
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 gc.set_threshold(10_000)
 
 QUICK = "not slow and not parity and not engine"  # the addopts of pyproject.toml

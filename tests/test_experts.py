@@ -339,7 +339,10 @@ def random_model(family: str, seed: int) -> Any:
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("family, seed", [("qwen3_moe", 0), ("qwen3_moe", 3), ("qwen3_5_moe", 1)])
+@pytest.mark.parametrize(
+    "family, seed",
+    [("qwen3_moe", 0), ("qwen3_moe", 1), ("qwen3_moe", 3), ("qwen3_5_moe", 0), ("qwen3_5_moe", 1)],
+)
 def test_random_models_are_read_and_exported_in_both_layouts_as_transformers_computes_them(
     family: str, seed: int, tmp_path: Path
 ) -> None:

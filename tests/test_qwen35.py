@@ -273,7 +273,7 @@ def test_a_cold_start_and_grpo_behind_it_end_to_the_bit_as_ever_if_they_are_kill
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("seed", [1, 2])  # untied with periods of 3 layers, tied with 4
+@pytest.mark.parametrize("seed", range(3))
 def test_random_models_have_transformers_logits_and_gradients(seed: int, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     import transformers

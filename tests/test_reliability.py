@@ -67,9 +67,6 @@ def test_a_run_in_the_background_of_a_script_ignores_ctrl_c_from_the_start(tmp_p
         assert subprocess.run(command, cwd=tmp_path, env=env, capture_output=True).returncode == 7
 
 
-# ---- Two processes -------------------------------------------------------------------------------
-
-
 # ---- Steps that are not finite -------------------------------------------------------------------
 
 
@@ -88,8 +85,9 @@ def test_steps_that_are_not_finite_are_not_applied_and_end_the_run_after_the_lim
     """With this learning rate the weights leave the range of float32 in the first update."""
     settings = "LEARNING_RATE=1e39 LR_SCHEDULE=constant WARMUP_RATIO=0 SAVE_KEEP=0"
     result = run_short(tmp_path, settings)
-    assert result.code == (
-        "error: step 2: param_norm is inf, the last of 3 such steps in a row. Lower LEARNING_RATE?"
+    assert (result.code, result.errors.splitlines()[-1]) == (
+        1,
+        "error: step 2: param_norm is inf, the last of 3 such steps in a row. Lower LEARNING_RATE?",
     )
     assert result.lines.splitlines()[-1].startswith("verdict: non_finite_steps: ")
     told = re.findall("update (.) of this step was not applied: param_norm is inf\n", result.lines)
@@ -108,8 +106,9 @@ def test_weights_that_are_not_finite_end_the_run_with_a_line_that_names_them(
     tensors["model.norm.weight"][3] = np.nan
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     result = run_short(tmp_path / "run", "", MODEL_PATH=str(model))
-    assert result.code == (
+    assert (result.code, result.errors.splitlines()[-1]) == (
+        1,
         "error: step 2: loss is nan, the last of 3 such steps in a row. Are the weights of "
-        "MODEL_PATH finite?"
+        "MODEL_PATH finite?",
     )
     assert "equal" not in result.lines and "differ by" not in result.lines

@@ -94,8 +94,10 @@ def test_one_file_holds_out_its_last_tenth(tmp_path: Path, suffix: str) -> None:
     assert load_examples(file, "main", "test") == examples_of(30, first=27)
     message = f"DATASET={file} has no split 'dev'"
     refused(lambda: load_examples(file, "", "dev"), message)
-    short = str(write(tmp_path / f"short{suffix}", examples_of(2)))
-    assert load_examples(short, "", "test") == examples_of(2, first=1)
+    for examples, held_out in ((2, 1), (14, 1), (16, 2)):  # rounded, but at least one
+        short = str(write(tmp_path / f"short{examples}{suffix}", examples_of(examples)))
+        expected = examples_of(examples, first=examples - held_out)
+        assert load_examples(short, "", "test") == expected
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])

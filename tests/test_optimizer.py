@@ -5,18 +5,29 @@ The reference of the optimizer is its formula in float64 numpy.
 
 import dataclasses
 import math
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from qwen35_by_hand import MODEL as LINEAR
 from small_model import QWEN2 as MODEL
 from small_model import assert_close, laid_out, same_shardings, shardings, weights
 from small_model import train_layout as layout
 
+from model.hf import hf_tensors
 from model.network import ComputeConfig
 from model.params import Lora, ModelConfig, Params, init_params, param_shardings, trainable_params
-from optimizer import Optimizer, Schedule, abstract_state, init_state, learning_rate, optimizer_step
+from optimizer import (
+    Optimizer,
+    Schedule,
+    abstract_state,
+    init_state,
+    learning_rate,
+    make_transformation,
+    optimizer_step,
+)
 from sampling import sync_weights
 
 SGD = Optimizer("sgd", weight_decay=0.1, clip_norm=0.5)
@@ -50,6 +61,22 @@ def numpy_optimizer(name: str, grads: list, params: Params, decay: float, clip: 
                 way = x
             p[i] = p[i] - lr * (way + decay * DECAYED[i] * p[i])
     return tree.unflatten(p)
+
+
+def test_norms_and_biases_of_linear_attention_do_not_decay() -> None:
+    """As transformers decides for Qwen3.5."""
+    params = jax.tree.map(jnp.ones_like, init_params(LINEAR, jax.random.key(0)))
+    rule = make_transformation(Optimizer("sgd", weight_decay=0.5), LINEAR)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = rule.update(zeros, rule.init(params), params)
+    kept = {
+        re.sub(r"^model\.(layers\.\d+\.)?", "", x)
+        for x, y in hf_tensors(updates, LINEAR)
+        if not np.any(y)
+    }
+    norms = "input_layernorm post_attention_layernorm linear_attn.norm self_attn.q_norm"
+    names = [*norms.split(), "self_attn.k_norm", "norm"]
+    assert kept == {"linear_attn.dt_bias", *(f"{name}.weight" for name in names)}
 
 
 @pytest.mark.parametrize(("name", "size"), [("adamw", 12), ("lion", 8), ("sgd", 4)])

@@ -160,8 +160,9 @@ def test_for_gdpo_a_group_differs_if_the_rewards_of_one_function_differ() -> Non
     assert have_equal_rewards(batch, grpo).tolist() == [True, True, True]
     assert have_equal_rewards(batch, gdpo).tolist() == [False, False, False]
     # Functions without a weight only measure.
-    gdpo = AdvantageConfig("gdpo", weights=(0.0, 0.0))
-    assert have_equal_rewards(batch, gdpo).tolist() == [True, True, True]
+    for weights, are_equal in (((0.0, 0.0), True), ((0.0, -1.0), False)):
+        gdpo = AdvantageConfig("gdpo", weights=weights)
+        assert have_equal_rewards(batch, gdpo).tolist() == [are_equal] * 3
 
 
 def test_a_step_learns_from_the_groups_that_differ_and_the_next_takes_new_prompts(

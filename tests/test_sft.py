@@ -518,13 +518,17 @@ def test_each_script_tells_what_belongs_to_the_other_one(tmp_path: Path) -> None
 # ---- Runs ----------------------------------------------------------------------------------------
 
 
-def test_a_resumed_run_may_find_its_dataset_in_another_folder(
+def test_a_resumed_run_may_find_its_dataset_in_another_folder_but_not_train_on_other_tokens(
     conversations: Path, tmp_path: Path
 ) -> None:
     moved = shutil.copy(conversations, tmp_path / "moved.jsonl")
     files = [{"DATASET": str(file), "COMPLETION_COLUMN": ""} for file in (conversations, moved)]
-    before, after = (result_fingerprint(run_of("MAX_LENGTH_SAMPLE=256", **x)) for x in files)
-    assert before == after
+    run, after = (run_of("MAX_LENGTH_SAMPLE=256", **x) for x in files)
+    before, prompts = result_fingerprint(run), list(run.train_prompts)
+    assert before == result_fingerprint(after)
+    prompts[0] = prompts[0]._replace(completion_mask=[0, *prompts[0].completion_mask[1:]])
+    masked = result_fingerprint(dataclasses.replace(run, train_prompts=prompts))
+    assert {name for name in before if masked[name] != before[name]} == {"the tokenized prompts"}
 
 
 def test_a_folder_of_one_script_is_refused_by_the_other_by_the_name_of_the_objective() -> None:

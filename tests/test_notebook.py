@@ -95,9 +95,9 @@ fi
 
 
 def execute(folder: Path, names: Collection[str], **env: str) -> dict[str, list]:
-    """{id: outputs} of code cells, which a kernel executes in a folder, with fewer steps and no
-    evaluations. pip is a stand-in, and /kaggle and /tmp are in the folder. A last cell looks for
-    jax."""
+    """{id: outputs} of code cells, which a kernel executes in a folder, with fewer and smaller
+    steps and no evaluations. pip is a stand-in, and /kaggle and /tmp are in the folder. A last cell
+    looks for jax."""
     import nbclient
     import nbformat
 
@@ -109,7 +109,9 @@ def execute(folder: Path, names: Collection[str], **env: str) -> dict[str, list]
     others = SETTINGS - {"JAX_COMPILATION_CACHE_DIR"} | {"TPU_ACCELERATOR_TYPE"}
     env = {name: value for name, value in os.environ.items() if name not in others} | env
     env["PATH"] = f"{folder}/bin:{Path(sys.executable).parent}:{env['PATH']}"
-    env |= {"EVAL_EVERY_STEPS": "0", **FASTER_TO_COMPILE}
+    # One micro-step, since a plan compiles all larger micro-batches.
+    env |= {"EVAL_EVERY_STEPS": "0", "BATCH_SIZE": "4", "GRAD_ACCUM_STEPS": "1"}
+    env |= FASTER_TO_COMPILE
     shorter = {name: re.sub(r"STEPS = \d+", "STEPS = 2", CODE[name]) for name in names}
     shorter = {name: code.replace('"/tmp/', f'"{folder}/') for name, code in shorter.items()}
     shorter = {
@@ -125,9 +127,10 @@ def execute(folder: Path, names: Collection[str], **env: str) -> dict[str, list]
 
 
 def printed_by(outputs: dict[str, list]) -> dict[str, str]:
+    """What a terminal shows of each cell: a line overwrites a progress bar that ends with \\r."""
+    texts = {name: "".join(each.get("text", "") for each in cell) for name, cell in outputs.items()}
     return {
-        name: "".join(each.get("text", "") for each in outputs[name]).replace("\r\n", "\n")
-        for name in outputs
+        name: re.sub(r".*\r(?!\n)", "", text).replace("\r\n", "\n") for name, text in texts.items()
     }
 
 

@@ -189,13 +189,14 @@ def gather_batch(
     arrays = {name: x for name, x in completions._asdict().items() if x is not None}
     del arrays["sequence_ids"]
     arrays |= {"rewards": rewards, "function_rewards": function_rewards}
-    arrays |= {"completion_mask": completions.sampled_mask, "advantages": np.nan * rewards}
+    arrays["advantages"] = np.nan * rewards
     # A completion has stopped if its last token is a stop token that the policy has sampled.
     last = completions.lengths[:, None] - 1
     last_ids = np.take_along_axis(completions.completion_ids, last, axis=1)[:, 0]  # [count]
     is_sampled = np.take_along_axis(completions.sampled_mask, last, axis=1)[:, 0] > 0  # [count]
     arrays["stopped"] = np.isin(last_ids, rollout.stopping.stop_ids) & is_sampled
-    return Batch(prompts, **gather_processes(arrays))
+    gathered = gather_processes(arrays)
+    return Batch(prompts, completion_mask=gathered["sampled_mask"], **gathered)
 
 
 def has_enough_groups(

@@ -213,22 +213,26 @@ def fill_rows(
     """
     lengths = batch.lengths.tolist()
     rows: list[list[int]] = [[] for _ in range(count)]
-    free_slots = [[shape.S, shape.C] for _ in rows]
+    free_S, free_C, free_Q = (np.full(count, size) for size in (shape.S, shape.C, shape.Q))
+    last_prompt = np.full(count, -1)  # of each row
 
     def add_to_row(prompt: int, part: list[int]) -> bool:
         """Adds sequences of a prompt to the first row with room for them; False: there is none."""
         completion_tokens = sum(lengths[i] for i in part)
-        for row, free in zip(rows, free_slots, strict=True):
-            has_prompt = row and batch.prompt_of(row[-1]) == prompt
-            slots = 0 if has_prompt else prompt_slots(batch, prompt, shape)
-            # A group begins at a multiple of the chunk.
-            free_C = free[1] if has_prompt else free[1] // shape.chunk * shape.chunk
-            fits = slots <= free[0] and completion_tokens <= free_C
-            if fits and len(row) + len(part) <= shape.Q:
-                row += part
-                free[:] = free[0] - slots, free_C - completion_tokens
-                return True
-        return False
+        has_prompt = last_prompt == prompt  # [count]
+        slots = np.where(has_prompt, 0, prompt_slots(batch, prompt, shape))
+        # A group begins at a multiple of the chunk.
+        room_C = np.where(has_prompt, free_C, free_C // shape.chunk * shape.chunk)
+        fits = (slots <= free_S) & (completion_tokens <= room_C) & (len(part) <= free_Q)
+        if not fits.any():
+            return False
+        x = fits.argmax()
+        rows[x] += part
+        last_prompt[x] = prompt
+        free_S[x] -= slots[x]
+        free_C[x] = room_C[x] - completion_tokens
+        free_Q[x] -= len(part)
+        return True
 
     groups = [[*group] for _, group in itertools.groupby(sequences, batch.prompt_of)]
     groups = [sorted(group, key=lambda i: -lengths[i]) for group in groups]

@@ -33,6 +33,7 @@ import data
 from chat import ChatFormat
 from config import Config
 from demonstrations import build_demonstrations
+from infra.mistakes import UserMistake, exit_with_mistakes
 from infra.sizes import derive_sizes, prompt_width
 from model import hf
 from model.layout import TRAIN_BATCH_AXES, Layout, make_mesh
@@ -299,4 +300,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserMistake as error:
+        exit_with_mistakes(error)

@@ -34,10 +34,18 @@ INPUTS = [  # environment, words of the line
     ({"MAX_PROMPT_LENGTH": "5"}, "MAX_PROMPT_LENGTH=5: every train prompt is longer"),
     ({"MAX_LENGTH_SAMPLE": "5000"}, "MAX_LENGTH_SAMPLE=5000 after the longest prompt"),
     ({"SYSTEM_PROMPT": "prompts/mine.txt"}, "SYSTEM_PROMPT=prompts/mine.txt cannot be read: File"),
+    ({"SYSTEM_PROMPT": "~/none.jinja"}, "none.jinja cannot be read: FileNotFoundError: "),
+    ({"SYSTEM_PROMPT": "\udcff?"}, r"a question or SYSTEM_PROMPT is not Unicode: '\udcff?'"),
+    ({"DATASET": "{files}/half.jsonl"}, r"a question or SYSTEM_PROMPT is not Unicode: '\ud800'"),
+    ({"CHAT_TEMPLATE": "no.jinja"}, "CHAT_TEMPLATE=no.jinja cannot be read: FileNotFoundError: "),
+    ({"CHAT_TEMPLATE": str(REPO)}, f"CHAT_TEMPLATE={REPO} cannot be read: IsADirectoryError: "),
     ({"EXPORT_HF": str(REPO / "LICENSE")}, "LICENSE cannot be written"),
     ({"EXPORT_HF": str(REPO / "tiny")}, "is MODEL_PATH; the model would be overwritten"),
     ({"ATTENTION_IMPL": "splash"}, "ATTENTION_IMPL=splash: it is a TPU kernel"),
     ({"DATASET": "no/such.jsonl"}, "DATASET=no/such.jsonl: this file or folder does not exist"),
+    ({"DATASET": "/no/such"}, "DATASET=/no/such: this file or folder does not exist"),
+    ({"DATASET": "~no"}, "DATASET=~no: this file or folder does not exist"),  # no id of the hub
+    ({"DATASET": "../no/such"}, "DATASET=../no/such: this file or folder does not exist"),
     ({"MODEL_PATH": "no/such", "DATASET": "no/such.jsonl"}, "MODEL_PATH=no/such: no such folder"),
     ({"MODEL_PATH": "./no/such"}, "MODEL_PATH=./no/such: this folder does not exist"),
     ({"MODEL_PATH": "x" * 300}, "xx cannot be read: OSError: [Errno 36] File name too long: 'xx"),
@@ -62,6 +70,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("files")
     examples = [{"question": "1 " * n, "answer": "2"} for n in [1] * 20 + [50_000]]
     write_lines(folder / "huge.jsonl", examples)  # one prompt is too long for the model
+    write_lines(folder / "half.jsonl", [{"question": "\ud800", "answer": "1"}] * 2)
     return folder
 
 

@@ -26,6 +26,7 @@ class Hub(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
         self.files: dict[str, dict[str, bytes]] = {}
         self.private: dict[str, bool] = {}
         self.objects: dict[str, bytes] = {}  # what was uploaded, by its SHA-256
@@ -33,14 +34,11 @@ class Hub(ThreadingHTTPServer):
         self.commit_status = 200  # of the answer to a commit
         self.commit_s = 0.0  # the seconds that a commit takes
 
-    def env(self, folder: Path, token: str = WRITE) -> dict[str, str]:
+    def env(self, folder: Path) -> dict[str, str]:
         """The environment of a program that uses this hub. folder: of its cache, and of its token
         file, which does not exist."""
-        settings = {
-            "HF_ENDPOINT": f"http://127.0.0.1:{self.server_port}",
-            "HF_HUB_DISABLE_XET": "1",
-        }
-        return settings | {"HF_HOME": str(folder), "HF_TOKEN": token, "HF_HUB_OFFLINE": "0"}
+        settings = {"HF_ENDPOINT": self.url, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+        return settings | {"HF_HOME": str(folder), "HF_TOKEN": WRITE}
 
     def sha(self, repository: str) -> str:
         """The id of the newest commit: a digest of all files."""
@@ -96,16 +94,16 @@ class Handler(BaseHTTPRequestHandler):
     def create(self, match: re.Match, body: bytes) -> None:
         values = json.loads(body)
         repository = f"{values['organization']}/{values['name']}"
+        url = f"{self.server.url}/{repository}"
         if values["organization"] not in OWNERS:
             return self.answer(403, X_Error_Message="Forbidden: not your namespace")
         if repository in self.server.files:
-            url = f"{self.server.env(Path())['HF_ENDPOINT']}/{repository}"
             return self.answer(409, {"error": "You already created this model repo", "url": url})
         self.server.files[repository] = {".gitattributes": b"*.safetensors filter=lfs\n"}
         # huggingface_hub 1 sends `private`, newer ones `visibility`.
         is_private = values.get("private") or values.get("visibility") == "private"
         self.server.private[repository] = bool(is_private)
-        return self.answer(200, {"url": f"{self.server.env(Path())['HF_ENDPOINT']}/{repository}"})
+        return self.answer(200, {"url": url})
 
     def preupload(self, match: re.Match, body: bytes) -> None:
         names = [file["path"] for file in json.loads(body)["files"]]
@@ -117,10 +115,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def batch(self, match: re.Match, body: bytes) -> None:
         objects = json.loads(body)["objects"]
-        url = f"{self.server.env(Path())['HF_ENDPOINT']}/objects/"
         for item in objects:
             if item["oid"] not in self.server.objects:
-                item["actions"] = {"upload": {"href": url + item["oid"]}}
+                item["actions"] = {"upload": {"href": f"{self.server.url}/objects/{item['oid']}"}}
         self.answer(200, {"transfer": "basic", "objects": objects})
 
     def put(self, match: re.Match, body: bytes) -> None:
@@ -149,8 +146,8 @@ class Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = self.server.objects[value["oid"]]
             elif line["key"] == "deletedFile":
                 del files[value["path"]]
-        sha, endpoint = self.server.sha(match["id"]), self.server.env(Path())["HF_ENDPOINT"]
-        url = f"{endpoint}/{match['id']}/commit/{sha}"
+        sha = self.server.sha(match["id"])
+        url = f"{self.server.url}/{match['id']}/commit/{sha}"
         return self.answer(200, {"commitUrl": url, "commitOid": sha})
 
     def info(self, match: re.Match, body: bytes) -> None:

@@ -84,6 +84,8 @@ def write(file: Path, examples: list) -> Path:
     return file
 
 
+LINES = lines_of(examples_of(3))
+
 # ---- Files ---------------------------------------------------------------------------------------
 
 
@@ -153,27 +155,23 @@ def test_question_and_answer_may_stand_in_columns_of_other_names(tmp_path: Path)
     assert loaded == [e | texts for e, texts in zip(examples, added, strict=False)]
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        lines_of(examples_of(10)).replace(b"\n", b"\r\n"),
-        b"\xef\xbb\xbf" + lines_of(examples_of(10)),  # with a byte order mark
-        lines_of(examples_of(10)).rstrip(b"\n"),
-        lines_of(examples_of(5)) + b"\n  \n" + lines_of(examples_of(10, first=5)) + b"\n",
-    ],
-    ids=["crlf", "byte order mark", "no last newline", "empty lines"],
-)
-def test_line_ends_and_marks_of_editors_are_no_text(tmp_path: Path, content: bytes) -> None:
+SEPARATED = {"question": "a\u2028b\x85c", "answer": "é\u2029"}
+TEXT_FILES = {  # content, and the examples of train
+    "crlf": (lines_of(examples_of(10)).replace(b"\n", b"\r\n"), examples_of(9)),
+    "byte order mark": (b"\xef\xbb\xbf" + lines_of(examples_of(10)), examples_of(9)),
+    "no last newline": (lines_of(examples_of(10)).rstrip(b"\n"), examples_of(9)),
+    "empty lines": (LINES + b"\n  \n" + lines_of(examples_of(10, first=3)) + b"\n", examples_of(9)),
+    "separators": (f"{json.dumps(SEPARATED, ensure_ascii=False)}\n".encode() * 2, [SEPARATED]),
+}
+
+
+@pytest.mark.parametrize("content, examples", TEXT_FILES.values(), ids=TEXT_FILES)
+def test_line_ends_and_marks_of_editors_are_no_text_and_unicode_line_separators_are(
+    tmp_path: Path, content: bytes, examples: list
+) -> None:
     file = tmp_path / "sums.jsonl"
     file.write_bytes(content)
-    assert load_examples(str(file), "", "train") == examples_of(9)
-
-
-def test_unicode_line_separators_are_text(tmp_path: Path) -> None:
-    example = {"question": "a\u2028b\x85c", "answer": "é\u2029"}
-    file = tmp_path / "sums.jsonl"
-    file.write_text(f"{json.dumps(example, ensure_ascii=False)}\n" * 2, encoding="utf-8")
-    assert load_examples(str(file), "", "train") == [example]
+    assert load_examples(str(file), "", "train") == examples
 
 
 def test_a_column_that_another_replaces_is_named_unless_both_are_the_same(
@@ -217,6 +215,8 @@ def test_a_column_that_another_replaces_is_named_unless_both_are_the_same(
         ([{"answer": {"a": None}}, {"answer": 7}], "answer", [{"a": None}, "7", {"a": None}]),
         ([{"final": "yes"}, {"final": False}, {"final": " "}], "final", ["yes", False, None]),
         ([{"x": {"y": []}}, {"x": {"y": "1"}}, {"x": 1}], "x.y", [[], "1", None]),
+        ([{"a": {"b": "3", "c": {"d": 4}}, "answer": "1"}], "a.c.d", ["4"] * 3),
+        ([{"a.b": "2", "a": {"b": "3"}, "answer": "1"}], "a.b", ["2"] * 3),  # a column's name
     ],
 )
 def test_examples_without_answers_are_data_if_nothing_needs_answers(
@@ -229,8 +229,8 @@ def test_examples_without_answers_are_data_if_nothing_needs_answers(
     examples = load_examples(file, "", "train", *names, needs_answers=False)
     assert [e.get("answer", "absent") for e in examples[:3]] == answers
     assert len({tuple(e) for e in examples}) == 1, "every example has every column"
-    if answers != ["5", None, "5"]:
-        texts = [isinstance(x, str) and x not in ("absent", " ", "") for x in answers]
+    texts = [isinstance(x, str) and x not in ("absent", " ", "") for x in answers]
+    if not all(texts):
         number = 1 + texts.index(False)
         words = f"a.jsonl example {number} has no text in '{column}'"
         refused(lambda: load_examples(file, "", "train", *names), words)
@@ -266,7 +266,6 @@ def test_a_hub_that_cannot_be_reached_is_one_line_error_with_the_configuration(
 
 # ---- Files that cannot be read as settings say ---------------------------------------------------
 
-LINES = lines_of(examples_of(3))
 MIXED = lines_of([{"question": text, "answer": "2"} for text in ([user("1?")], "[1] is?")])
 BAD_DATA = [  # a file's name, its content, words of the line
     (
@@ -504,7 +503,9 @@ def prompts_of(file: Path, system_prompt: str, *columns: str) -> list[list[int]]
     return [prompt.ids for prompt in prompts]
 
 
-def test_a_dataset_has_the_same_tokens_as_texts_as_messages_and_in_dapo_s_columns(tmp_path):
+def test_a_dataset_has_the_same_tokens_as_texts_as_messages_or_their_json_and_in_dapo_s_columns(
+    tmp_path: Path,
+) -> None:
     plain = write(tmp_path / "plain.jsonl", examples_of(20))
     chats = [
         # Arrow adds the key `name` to the message that lacks it.
@@ -512,6 +513,7 @@ def test_a_dataset_has_the_same_tokens_as_texts_as_messages_and_in_dapo_s_column
         for e in examples_of(20)
     ]
     messages = write(tmp_path / "messages.parquet", chats)
+    texts = [chat | {"prompt": json.dumps(chat["prompt"])} for chat in chats]
     dapo = [
         {
             "data_source": "sums",
@@ -523,7 +525,8 @@ def test_a_dataset_has_the_same_tokens_as_texts_as_messages_and_in_dapo_s_column
     ]
     dapo_file = write(tmp_path / "dapo.parquet", dapo)
     expected = prompts_of(plain, "Think.")
-    assert prompts_of(messages, "", "prompt", "answer") == expected
+    for file in (messages, write(tmp_path / "texts.jsonl", texts)):
+        assert prompts_of(file, "", "prompt", "answer") == expected
     columns = ("prompt", "reward_model.ground_truth")
     assert prompts_of(dapo_file, "Think.", *columns) == expected
     [example, *_] = load_examples(str(dapo_file), "", "train", *columns)
@@ -580,19 +583,6 @@ def test_without_a_system_role_the_system_message_stands_in_front_of_the_first_q
     prompts = build_prompts(examples, ChatFormat(tokenizer, prefix_messages))
     texts = ["Set.\n\n1+1?|2|2+2?|", "Data.\n\n1+1?|2|5?|"]
     assert [tokenizer.decode(prompt.ids) for prompt in prompts] == texts
-
-
-def test_messages_may_be_a_text_of_json(tmp_path: Path) -> None:
-    examples = [{"question": json.dumps([user(f"{i}?")]), "answer": "2"} for i in range(3)]
-    file = str(write(tmp_path / "a.jsonl", examples))
-    assert load_examples(file, "", "train")[1]["prompts"] == [user("1?")]
-
-
-def test_a_column_by_dots_is_a_part_of_a_column_unless_a_column_has_this_name(tmp_path):
-    example = {"question": "1+1?", "a.b": "2", "a": {"b": "3", "c": {"d": 4}}}
-    file = str(write(tmp_path / "a.jsonl", [example] * 2))
-    for column, answer in (("a.b", "2"), ("a.c.d", "4")):
-        assert load_examples(file, "", "train", "question", column)[0]["answer"] == answer
 
 
 def test_messages_of_a_file_stand_in_front_of_a_question_as_worked_examples(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 import yaml
-from runs import environment, few_examples, run_as_user, run_as_user_here, train_two
+from runs import environment, few_examples, run_as_user_here, train_two
 from stand_in_hub import READ, Hub, serving
 
 from config import Config
@@ -16,7 +16,7 @@ from extras.hub import open_repository
 from infra.mistakes import Unwritable, UserMistake
 from model.params import init_params
 from run import Run
-from startup import export, set_up
+from startup import export, first_params, set_up
 
 REPO = Path(__file__).resolve().parent.parent
 BASE = {"DATASET": str(REPO / "tiny" / "test.jsonl"), "PUSH_TO_HUB": "me/model", "BATCH_SIZE": "2"}
@@ -40,9 +40,14 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     with serving() as server:
         for name, value in server.env(tmp_path / "home").items():
             monkeypatch.setenv(name, value)
-        # huggingface_hub has read the environment when it was imported.
-        constants = {"ENDPOINT": server.env(tmp_path)["HF_ENDPOINT"], "HF_HUB_DISABLE_XET": True}
-        constants |= {"HF_HUB_OFFLINE": False, "HF_TOKEN_PATH": str(tmp_path / "no token")}
+        constants = {  # huggingface_hub has read the environment when it was imported
+            "ENDPOINT": server.url,
+            "HUGGINGFACE_CO_URL_TEMPLATE": server.url + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_CACHE": str(tmp_path / "home" / "hub"),
+            "HF_HUB_DISABLE_XET": True,
+            "HF_HUB_OFFLINE": False,
+            "HF_TOKEN_PATH": str(tmp_path / "no token"),
+        }
         for name, value in constants.items():
             monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
         yield server
@@ -126,6 +131,7 @@ def test_the_repository_gets_the_files_of_the_export_and_a_card_with_the_numbers
 
 def test_a_card_names_ids_of_the_hub_and_no_folders(hub: Hub, tmp_path: Path) -> None:
     run = finished_run(tmp_path / "run", LORA_RANK="2")
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
     cfg = dataclasses.replace(run.cfg, model_path="org/base", dataset="openai/gsm8k")
     export(dataclasses.replace(run, cfg=cfg), tmp_path / "run", random_params(run))
     head, body = hub.files["me/model"]["README.md"].decode().split("---\n")[1:]
@@ -137,6 +143,7 @@ def test_a_card_names_ids_of_the_hub_and_no_folders(hub: Hub, tmp_path: Path) ->
         "datasets": ["openai/gsm8k"],
     }
     assert "\nAdapters (LoRA) for `org/base`, trained with GRPO on the split `train` of" in body
+    assert "\nThe run had no evaluation.\n" in body
 
 
 def test_a_failed_upload_keeps_the_export_and_its_line_has_the_command(
@@ -199,9 +206,7 @@ def rows_of(records: list[dict]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_same_command_goes_on_to_the_upload_and_a_run_begins_with_what_it_uploaded(
-    hub: Hub, tmp_path: Path
-) -> None:
+def test_the_same_command_goes_on_to_an_upload_that_has_failed(hub: Hub, tmp_path: Path) -> None:
     settings = SHORT | {"DATASET": str(few_examples())}
     out = tmp_path / "run"
     refused = run_as_user_here(out, **settings | {"HF_TOKEN": ""})
@@ -227,29 +232,27 @@ def test_the_same_command_goes_on_to_the_upload_and_a_run_begins_with_what_it_up
     asked = run_as_user_here(out, "--ask", "1+2?", HF_TOKEN="")  # it uploads nothing
     assert asked.code == 0, asked.errors
 
-    # Adapters for the uploaded model go to another repository; then they are evaluated from there.
-    # Downloads are in processes, because huggingface_hub reads the folder of its cache once.
-    adapters = {"MODEL_PATH": "me/model", "LORA_RANK": "2", "PUSH_TO_HUB": "team/adapters"}
-    trained = run_as_user(tmp_path / "adapters", **settings | adapters)
-    assert trained.code == 0, trained.errors
-    assert hub.files["team/adapters"].items() >= files_of(tmp_path / "adapters" / "hf").items()
-    config = json.loads(hub.files["team/adapters"]["adapter_config.json"])
-    assert config["base_model_name_or_path"] == "me/model"
-    again = {"MODEL_PATH": "team/adapters", "STEPS": "0", "PUSH_TO_HUB": ""}
-    evaluated = run_as_user(tmp_path / "evaluated", **settings | again)
-    assert evaluated.code == 0 and "\nlora rank=2 " in evaluated.lines, evaluated.errors
-    assert rows_of(evaluated.records)[0][4:] == rows_of(trained.records)[-1][4:]
-    assert "base_model: me/model\n" in hub.files["team/adapters"]["README.md"].decode()
-
 
 @pytest.mark.slow
-def test_two_processes_upload_once_and_wait_for_it(hub: Hub, tmp_path: Path) -> None:
-    hub.commit_s = 5
-    both = train_two(tmp_path, 1, **SHORT | {"STEPS": "1", "EVAL_EVERY_STEPS": "0"})
+def test_two_processes_begin_with_an_uploaded_model_and_upload_their_adapters_once(
+    hub: Hub, tmp_path: Path
+) -> None:
+    """A run evaluates the adapters from there."""
+    run = finished_run(tmp_path / "run")
+    export(run, tmp_path / "run", first_params(run, "float32"))
+    hub.commit_s, earlier = 5, len(hub.requests)
+    settings = SHORT | {"DATASET": str(few_examples()), "STEPS": "1", "EVAL_EVERY_STEPS": "1"}
+    settings |= {"MODEL_PATH": "me/model", "LORA_RANK": "2", "PUSH_TO_HUB": "team/adapters"}
+    both = train_two(tmp_path, 1, **settings)
     assert [("\nuploaded " in result.lines) for result in both] == [True, False]
     assert all("\nDONE: steps=1 " in result.lines for result in both)
-    assert sum("/commit/main" in request for request in hub.requests) == 1
-    assert sum("/repos/create" in request for request in hub.requests) == 1
-    files = files_of(tmp_path / "0" / "hf")
-    assert hub.files["me/model"].items() >= files.items()
-    assert "\nThe run had no evaluation.\n" in files["README.md"].decode()
+    for request in ("/commit/main", "/repos/create"):
+        assert sum(request in line for line in hub.requests[earlier:]) == 1
+    files = hub.files["team/adapters"]
+    assert files.items() >= files_of(tmp_path / "0" / "hf").items()
+    assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "me/model"
+    assert "base_model: me/model\n" in files["README.md"].decode()
+    again = {"MODEL_PATH": "team/adapters", "STEPS": "0", "PUSH_TO_HUB": ""}
+    evaluated = run_as_user_here(tmp_path / "evaluated", **settings | again)
+    assert evaluated.code == 0 and "\nlora rank=2 " in evaluated.lines, evaluated.errors
+    assert rows_of(evaluated.records)[0][4:] == rows_of(both[0].records)[-1][4:]

@@ -1,10 +1,12 @@
 """docs/metrics.md has the names of metrics.jsonl."""
 
+import functools
 import itertools
 import json
 import re
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from runs import REPO, environment, few_examples, train
@@ -21,26 +23,18 @@ SETTINGS = environment(
     SAVE_EVERY_STEPS=0 EXPORT_HF=none MAX_TURNS=2
     REWARD_FN=reward_correct,reward_format,tag_count_reward TEACHER_PATH=tiny"""
 )
-GAME = """
-class Game:
-    def reset(self, **columns):
-        pass
-    def reply(self, text):
-        return "Go on."
-    def get_reward(self):
-        return 1.0
-"""
+PHASES = ("train-", "eval/", "eval_full/")
 OF_TURNS = {
-    f"{name}/{count}"
-    for name in ("train-turns", "eval/turns", "eval_full/turns")
+    f"{phase}turns/{count}"
+    for phase in PHASES
     for count in ("number", "drawn_tokens", "environment_tokens")
 }
 OF_TOP = {"train-other/support/cut_tokens", "train-other/exact_entropy"}
 OF_THE_RUN = OF_TOP | OF_TURNS | {"train-other/reverse_kl"}
-OF_THE_RUN |= {f"{name}reward/scored_frac" for name in ("train-", "eval/", "eval_full/")}
+OF_THE_RUN |= {f"{phase}reward/scored_frac" for phase in PHASES}
 OF_SCORER = {
-    f"{prefix}reward/model/{name}"
-    for prefix in ("train-", "eval/", "eval_full/")
+    f"{phase}reward/model/{name}"
+    for phase in PHASES
     for name in ("too_long", "too_long_frac", "words_probability")
 }
 OF_SFT = {"eval/loss", "eval_full/loss", "time/eval/loss_s", "time/eval_full/loss_s"}
@@ -55,23 +49,22 @@ def names_of(text: str) -> list[str]:
     return [name for cell in cells for name in re.findall(r"`(.+?)`", cell)]
 
 
-def as_on_the_page(name: str) -> str:
-    name = re.sub(FUNCTIONS, "/func/NAME/", name)
-    return re.sub(r"(pass|maj)_at_\d+$", r"\1_at_K", name)
+def recorded_names(tmp_path: Path, **env: str) -> set[str]:
+    """The names in the records of a run, as they are on the page."""
+    names = {name for record in train(tmp_path / "run", **env).records for name in record}
+    names = {re.sub(FUNCTIONS, "/func/NAME/", name) for name in names - {"step"}}
+    return {re.sub(r"(pass|maj)_at_\d+$", r"\1_at_K", name) for name in names}
 
 
 def test_the_usual_names_are_those_of_a_run(tmp_path: Path) -> None:
-    game = tmp_path / "game.py"
-    game.write_text(GAME)
     for file in few_examples(100, 12).glob("*.jsonl"):
         examples = [json.loads(line) for line in file.read_text().splitlines()]
         for example in examples[::2]:
             example["answer"] = "unknown"  # so that reward_correct does not apply
         (tmp_path / file.name).write_text("\n".join(map(json.dumps, examples)))
-    given = {"DATASET": str(tmp_path), "ENVIRONMENT_CLASS": f"{game}:Game"}
-    records = train(tmp_path / "run", **SETTINGS | given).records
-    recorded = {as_on_the_page(name) for record in records for name in record}
-    assert {*names_of(USUAL)} | OF_THE_RUN | {"step"} == recorded
+    game = f"{REPO}/tests/games.py:Echo"
+    recorded = recorded_names(tmp_path, DATASET=str(tmp_path), ENVIRONMENT_CLASS=game, **SETTINGS)
+    assert recorded == {*names_of(USUAL)} | OF_THE_RUN
     names = names_of(METRICS_PAGE)
     assert len(names) > 100 and len(names) == len(set(names)), "each once"
 
@@ -82,30 +75,21 @@ def test_the_names_of_supervised_training_are_on_the_page(tmp_path: Path) -> Non
         REWARD_FN= REWARD_WEIGHTS= EVAL_EVERY_STEPS=1 EVAL_FULL_SWEEP=1 SAVE_EVERY_STEPS=0
         EXPORT_HF=none"""
     )
-    records = train(tmp_path / "run", **settings, DATASET=str(few_examples(100, 12))).records
-    recorded = {as_on_the_page(name) for record in records for name in record}
-    assert recorded - {"step"} <= {*names_of(METRICS_PAGE)} and recorded >= OF_SFT
+    recorded = recorded_names(tmp_path, DATASET=str(few_examples(100, 12)), **settings)
+    assert OF_SFT <= recorded <= {*names_of(METRICS_PAGE)}
 
 
 def test_the_other_names_are_those_of_all_objectives_and_of_other_devices() -> None:
     x = np.zeros((2, 3), np.float32)
+    objective = Objective(
+        max_length_sample=3, beta=0.1, entropy_coef=0.1, is_floor=0.5, off_policy_mask_threshold=0.5
+    )
     found: set[str] = set()
-    for loss_type, is_mode in itertools.product(*map(choices_of, OF_LOSS)):
-        metrics = policy_loss(
-            *(x, x, x[:, 0], x + 1, 6.0),
-            ref_logps=x,
-            sampling_logps=x,
-            entropy=x,
-            objective=Objective(
-                loss_type=loss_type,
-                is_mode=is_mode,
-                max_length_sample=3,
-                beta=0.1,
-                entropy_coef=0.1,
-                is_floor=0.5,
-                off_policy_mask_threshold=0.5,
-            ),
-        )[1]
+    for values in itertools.product(*map(choices_of, OF_LOSS)):
+        changed = objective._replace(**dict(zip(OF_LOSS, values, strict=True)))
+        loss = functools.partial(policy_loss, objective=changed)
+        arrays = {"ref_logps": x, "sampling_logps": x, "entropy": x}
+        metrics = jax.eval_shape(loss, x, x, x[:, 0], x + 1, 6.0, **arrays)[1]
         found |= {f"train-other/{name}" for name in metrics}
     assert "train-other/is_weight/under_floor" in found
     unusual = {*names_of(UNUSUAL)} - OF_SCORER - OF_SFT - OF_OTHER_DEVICES - OF_THE_RUN

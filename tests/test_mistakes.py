@@ -138,25 +138,22 @@ def maybe(completions, answer=None, **kwargs):
     return [1.0 for _ in completions]
 def compares(completions, answer, **kwargs):
     return [1.0 for _ in completions]
-class Talk:
-    def reset(self, **columns):
-        pass
-    def reply(self, text):
-        return "Go on."
-    def get_reward(self):
-        return 1.0
 """
 CHATS = [{"question": [{"role": "user", "content": f"Write about {i}."}]} for i in range(20)]
 TEXTS = [{"question": f"Write about {i}."} for i in range(20)]
-TURNS = {"CHAT_TEMPLATE": str(REPO / "docs" / "qwen3_turns.jinja"), "MAX_TURNS": "2"}
+TURNS = {
+    "ENVIRONMENT_CLASS": f"{REPO}/tests/games.py:Echo",
+    "CHAT_TEMPLATE": str(REPO / "docs" / "qwen3_turns.jinja"),
+    "MAX_TURNS": "2",
+}
 NEEDS_ANSWERS = [  # examples, settings, whether they need answers
     (TEXTS, {"REWARD_FN": "{mine}:letters"}, False),
     (CHATS, {"REWARD_FN": "{mine}:maybe,reward_format,soft_overlong_penalty"}, False),
     (CHATS, {"REWARD_FN": "{mine}:letters", "ANSWER_COLUMN": "question"}, False),
-    (CHATS, {"ENVIRONMENT_CLASS": "{mine}:Talk", **TURNS}, False),
+    (CHATS, TURNS, False),
     (TEXTS, {"REWARD_FN": "{mine}:letters,{mine}:compares"}, True),
     (TEXTS, {"REWARD_FN": "{mine}:letters,exact_match", "REWARD_WEIGHTS": "1,0"}, True),
-    (CHATS, {"ENVIRONMENT_CLASS": "{mine}:Talk", "REWARD_FN": "reward_correct", **TURNS}, True),
+    (CHATS, TURNS | {"REWARD_FN": "reward_correct"}, True),
     (CHATS, {}, True),
 ]
 
@@ -238,8 +235,8 @@ REPEATS = [  # train, test, settings, how many test questions are also in train
     ([{"question": "a"}], [{"question": "b"}] * 3, {}, 0),  # repeats of each other
     (TEXTS, TEXTS, {"EVAL_EVERY_STEPS": "0"}, 0),  # test is not read
     (TEXTS, TEXTS, {"STEPS": "0"}, 0),  # train is not read
-    ([{"question": "Play.", "seed": 1}], [{"question": "Play.", "seed": 2}], "plays", 0),
-    ([{"question": "Play.", "seed": 1}], [{"question": "Play.", "seed": 1}], "plays", 1),
+    ([{"question": "Play.", "seed": 1}], [{"question": "Play.", "seed": 2}], TURNS, 0),
+    ([{"question": "Play.", "seed": 1}], [{"question": "Play.", "seed": 1}], TURNS, 1),
 ]
 
 
@@ -247,9 +244,6 @@ REPEATS = [  # train, test, settings, how many test questions are also in train
 def test_held_out_questions_of_a_folder_that_are_also_trained_on_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], train, test, env, count
 ) -> None:
-    (tmp_path / "mine.py").write_text(FUNCTIONS)
-    if env == "plays":
-        env = {"ENVIRONMENT_CLASS": f"{tmp_path}/mine.py:Talk", **TURNS}
     for split, examples in (("train", train), ("test", test)):
         write_lines(tmp_path / f"{split}.jsonl", [{"answer": "1"} | e for e in examples])
     env = {"DATASET": str(tmp_path), "EVAL_EVERY_STEPS": "1"} | env

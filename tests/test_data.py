@@ -413,31 +413,26 @@ EXAMPLES = [
 ]
 
 
-def test_prompts_are_the_tokens_of_the_chat_template() -> None:
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_prompts_are_the_tokens_of_the_chat_template_and_batches_do_not_change_their_fingerprint(
+    monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
+    monkeypatch.setattr("data.TOKENIZED_AT_ONCE", batch)
     tokenizer = tokenizer_of()
     prompts = build_prompts(EXAMPLES, format_of(tokenizer, SYSTEM))
     for prompt, example in zip(prompts, EXAMPLES, strict=True):
-        question = {"role": "user", "content": example["question"]}
-        chat = [{"role": "system", "content": SYSTEM}, question]
         expected = tokenizer.apply_chat_template(
-            chat, tokenize=True, add_generation_prompt=True, return_dict=False
+            [system(SYSTEM), user(example["question"])],
+            tokenize=True,
+            add_generation_prompt=True,
+            return_dict=False,
         )
         assert prompt.ids == expected and prompt.columns == example
     assert tokenizer.decode(prompts[2].ids) == (
         "<|im_start|>system\nThink first.\nAnswer in <answer></answer>.<|im_end|>\n"
         "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
     )
-
-
-@pytest.mark.parametrize("batch", [1, 2, 3])
-def test_tokenizing_in_batches_changes_neither_ids_nor_order_nor_fingerprint(
-    monkeypatch: pytest.MonkeyPatch, batch: int
-) -> None:
-    monkeypatch.setattr("data.TOKENIZED_AT_ONCE", batch)
-    prompts = build_prompts(EXAMPLES, format_of(tokenizer_of(), SYSTEM))
-    assert [len(prompt.ids) for prompt in prompts] == [61, 63, 38]
-    assert prompts[2].ids[-9:] == [20, 33, 2, 201, 1, 394, 503, 543, 201]
-    assert json_digest(prompt[:2] for prompt in prompts) == "85c92d728858", "of all prompts at once"
+    assert json_digest(prompt[:2] for prompt in prompts) == "85c92d728858"
 
 
 @pytest.mark.parametrize(

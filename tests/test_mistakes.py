@@ -64,6 +64,18 @@ LAUNCHERS = [  # a variable, words of the line
 ]
 
 
+def write_lines(file: Path, examples: list) -> str:
+    file.write_text("".join(json.dumps(example) + "\n" for example in examples))
+    return str(file)
+
+
+def told(capsys: pytest.CaptureFixture[str], words: str, **env: str) -> list[str]:
+    """The lines of a start that contain the words."""
+    capsys.readouterr()
+    set_up(Config.from_env({"EVAL_EVERY_STEPS": "0"} | env))
+    return [line for line in capsys.readouterr().out.splitlines() if words in line]
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files that rows of INPUTS name."""
@@ -100,8 +112,7 @@ def with_answers(folder: Path, **answers: list[str]) -> str:
     """A dataset whose splits have these answers."""
     for split, texts in answers.items():
         examples = [{"question": f"{i} + 1?", "answer": text} for i, text in enumerate(texts)]
-        lines = (json.dumps(example) + "\n" for example in examples)
-        (folder / f"{split}.jsonl").write_text("".join(lines))
+        write_lines(folder / f"{split}.jsonl", examples)
     return str(folder)
 
 
@@ -121,12 +132,10 @@ def test_answers_without_a_number_are_refused_where_the_reward_needs_numbers(
     only_question = {"question": "1?", "answer": "A"}
     run = set_up(Config.from_env({"DATASET": dataset, "STEPS": "0"}), only_question)
     assert len(run.eval_prompts) == 1
-    capsys.readouterr()
     with_answers(tmp_path, train=numbers * 2, test=numbers + words)
-    set_up(Config.from_env({"DATASET": dataset}))
-    (note,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("note"))
     share = "3 of 5 test answers have no number, such as 'A'"
-    assert note == f"note: {share}: reward_correct leaves them out"
+    line = f"note: {share}: reward_correct leaves them out"
+    assert told(capsys, "note: ", DATASET=dataset, EVAL_EVERY_STEPS="1") == [line]
 
 
 # ---- Data and rewards that do not fit together ---------------------------------------------------
@@ -158,11 +167,6 @@ NEEDS_ANSWERS = [  # examples, settings, whether they need answers
 ]
 
 
-def write_lines(file: Path, examples: list) -> str:
-    file.write_text("".join(json.dumps(example) + "\n" for example in examples))
-    return str(file)
-
-
 @pytest.mark.parametrize("examples, env, needs", NEEDS_ANSWERS)
 def test_only_a_reward_that_reads_answers_needs_them(
     tmp_path: Path, examples: list, env: dict[str, str], needs: bool
@@ -178,13 +182,6 @@ def test_only_a_reward_that_reads_answers_needs_them(
         assert "answer" not in prompt.columns
         words = "ANSWER_COLUMN=ansver: no example of split 'train' has it; its columns are question"
         assert words in mistake_of(**env | {"ANSWER_COLUMN": "ansver"})
-
-
-def told(capsys: pytest.CaptureFixture[str], words: str, **env: str) -> list[str]:
-    """The lines of a start that contain the words."""
-    capsys.readouterr()
-    set_up(Config.from_env({"EVAL_EVERY_STEPS": "0"} | env))
-    return [line for line in capsys.readouterr().out.splitlines() if words in line]
 
 
 def asked(*messages: tuple[str, str]) -> list[dict]:

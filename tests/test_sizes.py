@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from runs import environment
 
 from config import Config
 from data import pad_prompts
@@ -15,8 +16,7 @@ REAL = "MODEL_PATH=some/model"  # a run without recipes/tiny.yaml
 
 def sizes(slice_: str, settings: str) -> Sizes:
     """slice_: processes x local devices, such as 2x4."""
-    env = dict(setting.split("=") for setting in settings.split())
-    return derive_sizes(Config.from_env(env), *map(int, slice_.split("x")))
+    return derive_sizes(Config.from_env(environment(settings)), *map(int, slice_.split("x")))
 
 
 def test_the_tiny_step_is_the_same_on_one_device_eight_devices_and_two_processes() -> None:

@@ -6,23 +6,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+from runs import REPO
+
 from recipes.arithmetic import example, reward_steps, splits
 from rewards import extract_answer
 
-REPO = Path(__file__).resolve().parent.parent
-
-
-def numbers(question: str) -> list[int]:
-    match = re.fullmatch(r"(\d+) \+ (\d+) \+ (\d+)", question)
-    assert match, question
-    return [int(text) for text in match.groups()]
+SUM = r"(\d+) \+ (\d+) \+ (\d+)"
 
 
 def test_no_sum_of_test_is_in_train_in_any_order_and_every_step_and_answer_is_right() -> None:
     sums = {"train": [], "test": []}
     for name, examples in splits().items():
         for each in examples:
-            a, b, c = numbers(each["question"])
+            a, b, c = map(int, re.fullmatch(SUM, each["question"]).groups())
             steps = re.findall(r"<<(\d+)\+(\d+)=(\d+)>>\3\n", each["answer"])
             assert [tuple(map(int, x)) for x in steps] == [(a, b, a + b), (a + b, c, a + b + c)]
             assert extract_answer(each["answer"]) == a + b + c

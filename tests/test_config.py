@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from runs import REPO
 
 import config
 from config import Config
@@ -23,7 +24,6 @@ from infra.settings import read_dotenv
 from infra.sizes import Sizes, derive_sizes
 from train_sft import customize_settings
 
-REPO = Path(config.__file__).resolve().parent
 REAL = "MODEL_PATH=some/model"  # a run without recipes/tiny.yaml
 FIELDS = dataclasses.fields(Config)
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mistakes import mistake_of, refused
-from runs import environment
+from runs import REPO, environment
 from tokenizers.processors import TemplateProcessing
 
 from chat import (
@@ -37,8 +37,6 @@ from fingerprint import json_digest
 from model import hf
 from rewards import reward_correct
 
-ROOT = Path(__file__).parent.parent
-
 
 def examples_of(n: int, first: int = 0) -> list[dict[str, str]]:
     return [{"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"} for i in range(first, n)]
@@ -58,7 +56,7 @@ def assistant(text: str) -> dict[str, str]:
 
 def tokenizer_of(template: object = None) -> Any:
     """The tokenizer in tiny/, with this chat template instead of its own."""
-    tokenizer = hf.load_tokenizer(ROOT / "tiny")
+    tokenizer = hf.load_tokenizer(REPO / "tiny")
     tokenizer.chat_template = template or tokenizer.chat_template
     return tokenizer
 
@@ -399,7 +397,7 @@ def test_texts_of_files_are_read_as_utf_8_without_a_byte_order_mark(tmp_path: Pa
     prompt.write_bytes("\ufeffThink é.\r\n".encode())
     assert read_prefix_messages(str(prompt)) == [system("Think é.\n")]
     template.write_bytes("\ufeff{{ messages[1].content }}".encode())
-    tokenizer = hf.load_tokenizer(ROOT / "tiny", str(template))
+    tokenizer = hf.load_tokenizer(REPO / "tiny", str(template))
     assert tokenizer.chat_template == "{{ messages[1].content }}"
 
 
@@ -474,7 +472,7 @@ def test_memory_grows_with_the_tokens_alone(tmp_path: Path) -> None:
     # The peak of a process begins with that of its parent, so a shell starts it, and not pytest.
     command = ["sh", "-c", '"$0" "$@"; exit $?', sys.executable, "-c", code, *files]
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
-    bytes_per_token = float(subprocess.check_output(command, cwd=ROOT, text=True, env=env))
+    bytes_per_token = float(subprocess.check_output(command, cwd=REPO, text=True, env=env))
     assert bytes_per_token < 23, "16 to 18; the ids take 8, and the texts and the files the others"
 
 
@@ -778,7 +776,7 @@ def test_a_template_whose_prompts_lack_the_header_of_answers_is_refused(
 
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
-QWEN3 = (ROOT / "docs" / "qwen3_turns.jinja").read_text(encoding="utf-8")
+QWEN3 = (REPO / "docs" / "qwen3_turns.jinja").read_text(encoding="utf-8")
 BY_ROLE = (
     "{% for m in messages if m.role in ('system', 'user', 'assistant') %}{{ m.role }}: "
     "{{ m.content | trim }}\n{% endfor %}"
@@ -854,13 +852,13 @@ def test_only_a_think_tag_that_is_left_open_belongs_to_the_completion() -> None:
 
 def test_a_chat_template_of_a_file_serves_a_model_that_has_none(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((ROOT / "tiny" / name).read_bytes())
+        (tmp_path / name).write_bytes((REPO / "tiny" / name).read_bytes())
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     del config["chat_template"]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     refused(lambda: hf.load_tokenizer(tmp_path), "no chat template", "CHAT_TEMPLATE")
-    for folder in (tmp_path, ROOT / "tiny"):  # It replaces the tokenizer's template.
-        tokenizer = hf.load_tokenizer(folder, str(ROOT / "docs" / "chat_template.jinja"))
+    for folder in (tmp_path, REPO / "tiny"):  # It replaces the tokenizer's template.
+        tokenizer = hf.load_tokenizer(folder, str(REPO / "docs" / "chat_template.jinja"))
         (prompt,) = build_prompts(EXAMPLES[2:], format_of(tokenizer, "Think first."))
         assert tokenizer.decode(prompt.ids) == "System: Think first.\n\nUser: 2+2?\n\nAssistant:"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 import yaml
-from runs import environment, few_examples, run_as_user_here, train_two
+from runs import REPO, environment, few_examples, run_as_user_here, train_two
 from stand_in_hub import READ, Hub, serving
 
 from config import Config
@@ -18,7 +18,6 @@ from model.params import init_params
 from run import Run
 from startup import export, first_params, set_up
 
-REPO = Path(__file__).resolve().parent.parent
 BASE = {"DATASET": str(REPO / "tiny" / "test.jsonl"), "PUSH_TO_HUB": "me/model", "BATCH_SIZE": "2"}
 RECORDS = [
     {"step": 0, "eval/accuracy": 0.25, "eval/accuracy_se": 0.0625, "eval/questions_global": 48},

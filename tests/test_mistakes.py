@@ -249,10 +249,6 @@ def test_held_out_questions_of_a_folder_that_are_also_trained_on_are_counted(
     assert [line.startswith(share) for line in lines] == [True] * bool(count)
 
 
-def test_the_questions_of_the_demo_are_not_trained_on_and_have_no_line_about_it(capsys) -> None:
-    assert told(capsys, "held-out", EVAL_EVERY_STEPS="1") == []
-
-
 # ---- Errors of libraries, and of our own code ----------------------------------------------------
 
 

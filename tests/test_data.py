@@ -596,42 +596,38 @@ THINKS = (
 )
 
 
-def thinking_format(**kwargs: object) -> ChatFormat:
-    return ChatFormat(tokenizer_of(THINKS), [], kwargs=kwargs)
-
-
 OFF = {"enable_thinking": False}, "<think>\n\n</think>\n\n"
 
 
 @pytest.mark.parametrize("kwargs, end", [({}, ""), ({"enable_thinking": True}, ""), OFF])
 def test_arguments_of_the_template_turn_thinking_on_and_off(kwargs: dict, end: str) -> None:
-    chat_format = thinking_format(**kwargs)
+    chat_format = ChatFormat(tokenizer_of(THINKS), [], kwargs=kwargs)
     check_chat_format(chat_format, math.inf)
     [prompt] = build_prompts([{"question": "2+2?"}], chat_format)
     assert chat_format.tokenizer.decode(prompt.ids) == f"user: 2+2?\nassistant: {end}"
 
 
-def test_an_argument_that_the_template_does_not_read_is_refused_by_its_name() -> None:
-    for name in ("enable_thinkng", "content", "messages", "tools", "range", "bos_token"):
-        words = f"template does not use '{name}', or every run sets it; it uses effort, ena"
-        chat_format = thinking_format(**{name: False})
-        refused(lambda x=chat_format: check_chat_format(x, math.inf), "CHAT_TEMPLATE_KWARGS", words)
+# Templates of models that see images may take the parts of a list alone.
+IN_PARTS = "{% for m in messages %}{% for x in m.content %}{{ x.text }}{% endfor %}{% endfor %}"
+UNREAD = ("enable_thinkng", "content", "messages", "tools", "range", "bos_token")
+NOT_READ = "the chat template does not use {!r}, or every run sets it; it uses effort, enable_th"
+BAD_TEMPLATES = [  # a template, CHAT_TEMPLATE_KWARGS, words of the line
+    (IN_PARTS, {}, "MODEL_PATH (or CHAT_TEMPLATE): its chat template does not render the text of"),
+    (
+        THINKS,
+        {"effort": "most"},
+        'fails on messages of user and CHAT_TEMPLATE_KWARGS={"effort": "most"}: TemplateError: no',
+    ),
+    *((THINKS, {name: False}, f"KWARGS: {NOT_READ.format(name)}") for name in UNREAD),
+]
 
 
-def test_a_template_that_writes_no_texts_is_refused() -> None:
-    """Those of models that see images may take the parts of a list alone."""
-    chat_format = thinking_format()
-    chat_format.tokenizer.chat_template = (
-        "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
-    )
-    words = "MODEL_PATH (or CHAT_TEMPLATE): its chat template does not render the text of a message"
+@pytest.mark.parametrize("template, kwargs, words", BAD_TEMPLATES)
+def test_a_template_that_writes_no_texts_or_does_not_take_an_argument_is_refused(
+    template: str, kwargs: dict[str, object], words: str
+) -> None:
+    chat_format = ChatFormat(tokenizer_of(template), [], kwargs=kwargs)
     refused(lambda: check_chat_format(chat_format, math.inf), words)
-
-
-def test_an_argument_that_the_template_refuses_is_named() -> None:
-    chat_format = thinking_format(effort="most")
-    words = 'messages of user and CHAT_TEMPLATE_KWARGS={"effort": "most"}: TemplateError: no'
-    refused(lambda: check_chat_format(chat_format, math.inf), f"fails on {words}")
 
 
 # ---- Chat templates ------------------------------------------------------------------------------

@@ -306,19 +306,19 @@ SECOND = "a.jsonl example 2, column 'prompt': "
 NO_PROMPTS = [
     ([user("2?"), assistant("4")], f"{SECOND}the last message must be the user's question, not {{"),
     ([user(" ")], f"{SECOND}the last ...not {{'role': 'user', 'content': ' '}}"),
-    ([user("2?"), "4"], f"{SECOND}message 2 is '4', and not {{"),
+    ([user("2?"), "4"], SECOND + 'message 2 is \'4\', and not {"role": "user", '),
     ([{"role": "user"}], f"{SECOND}message 1 is {{'role': 'user'}}, and not"),
     ([user("2?"), user("") | {"content": None}], f"{SECOND}message 2 is {{'role': 'user', 'cont"),
     ([], "a.jsonl example 2 has no text in 'prompt', but []"),
 ]
 PARTED = lines_of([{"question": "1+1?", "a.b": "2", "a": {"b": "3", "c": {"d": 4}}}])
+COLUMNS = "ANSWER_COLUMN to one of its columns, question, a.b, a"
 REPEATS, LATIN_1 = json.dumps(examples_of(5) * 8).encode(), "Zoë".encode("latin-1")
 # Settings of which the first names the file, its content, and words of the line with "..." between.
 MISTAKES = [
     *((f"DATASET={name}", content, words) for name, content, words in BAD_DATA),
     ("DATASET=a.jsonl TRAIN_SPLIT=dev", LINES, "DATASET=a.jsonl has no split 'dev'"),
     ("DATASET=a.json TRAIN_SPLIT=test", REPEATS, "has no examples in split 'test'; its last tenth"),
-    ("DATASET=a.jsonl ANSWER_COLUMN=b", LINES, "1 has no text in 'b'...columns, question, answer"),
     ("SYSTEM_PROMPT=a.txt", LATIN_1, "SYSTEM_PROMPT=a.txt cannot be read: UnicodeDecodeError: "),
     ("SYSTEM_PROMPT=a.json", b"[", "SYSTEM_PROMPT=a.json is not JSON: JSONDecodeError"),
     ("SYSTEM_PROMPT=a.json", b"{}", "SYSTEM_PROMPT=a.json is not a JSON list of messages"),
@@ -327,7 +327,7 @@ MISTAKES = [
     ("CHAT_TEMPLATE=a.jinja", LATIN_1, "CHAT_TEMPLATE=a.jinja cannot be read: UnicodeDecodeError:"),
 ]
 MISTAKES += [
-    (f"DATASET=a.jsonl ANSWER_COLUMN={name}", PARTED, f"no text in '{name}', but...a.b, a")
+    (f"DATASET=a.jsonl ANSWER_COLUMN={name}", PARTED, f"no text in '{name}', but...{COLUMNS}")
     for name in ("a.x", "question.b", "a.c.d.e", "a.c")
 ]
 MISTAKES += [

@@ -34,6 +34,7 @@ INPUTS = [  # environment, words of the line
     ({"MAX_PROMPT_LENGTH": "5"}, "MAX_PROMPT_LENGTH=5: every train prompt is longer"),
     ({"MAX_LENGTH_SAMPLE": "5000"}, "MAX_LENGTH_SAMPLE=5000 after the longest prompt"),
     ({"SYSTEM_PROMPT": "prompts/mine.txt"}, "SYSTEM_PROMPT=prompts/mine.txt cannot be read: File"),
+    ({"SYSTEM_PROMPT": "none.md"}, "SYSTEM_PROMPT=none.md cannot be read: FileNotFoundError: "),
     ({"SYSTEM_PROMPT": "~/none.jinja"}, "none.jinja cannot be read: FileNotFoundError: "),
     ({"SYSTEM_PROMPT": "\udcff?"}, r"a question or SYSTEM_PROMPT is not Unicode: '\udcff?'"),
     ({"DATASET": "{files}/half.jsonl"}, r"a question or SYSTEM_PROMPT is not Unicode: '\ud800'"),

@@ -2,6 +2,7 @@
 stand-in on this machine, which is slow, fails and answers nonsense; the reward worker is real."""
 
 import dataclasses
+import gc
 import json
 import os
 import signal
@@ -51,6 +52,7 @@ class Endpoint(ThreadingHTTPServer):
         self.delay_s, self.at_once, self.most_at_once = 0.0, 0, 0
         self.asked: Counter[str] = Counter()  # requests of each completion
         self.checks, self.lock, self.last = 0, threading.Lock(), {}
+        self.ended = threading.Event()  # the test has ended
 
     def handle_error(self, *_: object) -> None:
         """A request whose client has gone is no error."""
@@ -58,6 +60,10 @@ class Endpoint(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}/v1"
+
+    def hang(self, *_: object) -> None:
+        """A reply that does not come."""
+        self.ended.wait(9)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -104,6 +110,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
     """The stand-in, and the settings that lead to it. The cache is in tmp_path."""
+    gc.freeze()  # a collection of all that earlier tests have left would stop it for seconds
     monkeypatch.chdir(tmp_path)
     with Endpoint() as server:
         threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
@@ -112,15 +119,18 @@ def endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoi
         monkeypatch.setenv("JUDGE_API_KEY", KEY)
         monkeypatch.delenv("JUDGE_CONCURRENCY", raising=False)
         yield server
+        server.ended.set()
         server.shutdown()
+    gc.unfreeze()
 
 
 @contextmanager
-def open_judge(file: Path = FILE, timeout_s: float = 30) -> Iterator[RewardFunction]:
-    workers = {}
+def loaded(
+    file: Path = FILE, names: str = "judge", timeout_s: float = 30
+) -> Iterator[list[RewardFunction]]:
+    workers, sources = {}, [f"{file}:{name}" for name in names.split()]
     try:
-        [function] = load_reward_functions(f"{file}:judge", timeout_s, 9, 2, workers)
-        yield function
+        yield load_reward_functions(",".join(sources), timeout_s, 9, 2, workers)
     finally:
         for worker in workers.values():
             worker.close()
@@ -134,11 +144,6 @@ def edited(folder: Path, *edits: tuple[str, str]) -> Path:
         text = text.replace(old, new)
     (folder / "judge.py").write_text(text, encoding="utf-8")
     return folder / "judge.py"
-
-
-def cached_in(folder: Path) -> tuple[str, str]:
-    """The edit for a run in this process, which is not in tmp_path."""
-    return "runs/judge_cache", str(folder)
 
 
 def impatient(folder: Path) -> Path:
@@ -158,7 +163,7 @@ def test_requests_are_made_at_the_same_time_and_equal_completions_ask_once(
     monkeypatch.setenv("JUDGE_CONCURRENCY", "4")
     endpoint.delay_s = 0.05
     endpoint.reply = lambda completion, _: f"Score: 0.{completion}"
-    with open_judge() as judge:
+    with loaded() as [judge]:
         assert judge([*"12345678"] * 3, **columns(24)) == [x / 10 for x in range(1, 9)] * 3
     assert endpoint.most_at_once == 4 and endpoint.checks == 1
     assert endpoint.asked == Counter("12345678")
@@ -167,7 +172,7 @@ def test_requests_are_made_at_the_same_time_and_equal_completions_ask_once(
 def test_the_request_has_the_question_the_right_answer_the_completion_and_the_key(
     endpoint: Endpoint,
 ) -> None:
-    with open_judge() as judge:
+    with loaded() as [judge]:
         judge(["{6} √"], **columns(1))
     assert endpoint.last.pop("messages") == [
         {
@@ -188,7 +193,7 @@ def test_the_request_has_the_question_the_right_answer_the_completion_and_the_ke
 
 
 def test_a_judge_reads_lists_of_messages_like_their_texts(endpoint: Endpoint) -> None:
-    with open_judge() as judge:
+    with loaded() as [judge]:
         judge(["6"], question=["Be brief.\n\n2 * 3?"], answer=["6"])
         prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 * 3?"}]
         assert judge(["6"], prompts=[prompt], question=["2 * 3?"], answer=["6"]) == [1.0]
@@ -245,7 +250,7 @@ def test_a_score_is_a_number_or_x_of_y_alone_in_its_line_and_the_rest_is_none_an
     endpoint: Endpoint, capfd: pytest.CaptureFixture
 ) -> None:
     endpoint.reply = lambda completion, _: completion
-    with open_judge() as judge:
+    with loaded() as [judge]:
         scores = judge([*ANSWERS], **columns(len(ANSWERS)))
         assert dict(zip(ANSWERS, scores, strict=True)) == ANSWERS
         line = (
@@ -270,7 +275,7 @@ def test_a_missing_or_cut_answer_is_none_and_the_line_has_its_finish_reason_in_l
     }
     endpoint.reply = lambda completion, _: choices[completion]
     for _ in range(2):
-        with open_judge() as judge:
+        with loaded() as [judge]:
             assert judge([*choices], **columns(5)) == [0.5, None, None, None, None]
             assert capfd.readouterr().err == (
                 "judge: no score for 4 of 5, such as "
@@ -279,13 +284,10 @@ def test_a_missing_or_cut_answer_is_none_and_the_line_has_its_finish_reason_in_l
     assert set(endpoint.asked.values()) == {1}
 
 
-FAULTS = [(500, "down"), (429, "slow down"), (200, "<html>"), (200, "{}"), (200, CUT), None]
-
-
 def test_a_request_that_fails_is_made_again(endpoint: Endpoint, tmp_path: Path) -> None:
-    faults = dict(enumerate(FAULTS))
-    endpoint.reply = lambda text, number: faults.get(int(text), "") if number < 3 else "Score: 1"
-    with open_judge(impatient(tmp_path)) as judge:
+    faults = [(500, "down"), (429, "slow down"), (200, "<html>"), (200, "{}"), (200, CUT), None]
+    endpoint.reply = lambda text, number: faults[int(text)] if number < 3 else "Score: 1"
+    with loaded(impatient(tmp_path)) as [judge]:
         assert judge([*"012345"], **columns(6)) == [1.0] * 6
     assert endpoint.asked == dict.fromkeys("012345", 3)
 
@@ -299,16 +301,16 @@ def test_a_later_process_reads_the_answers_and_a_changed_prompt_or_model_asks_ag
     asked = iter(range(99))
     endpoint.reply = lambda *_: f"Score: {next(asked) / 100}"  # It never says the same twice.
     changed = edited(tmp_path, ("Reason briefly.", "Reason briefly, please."))
-    with open_judge() as judge:
+    with loaded() as [judge]:
         first = judge([*"abc"], **columns(3))
-    with open_judge() as judge:
+    with loaded() as [judge]:
         assert judge([*"cab"], **columns(3)) == [first[2], first[0], first[1]]
     assert endpoint.asked == dict.fromkeys("abc", 1) and endpoint.checks == 2
-    with open_judge(changed) as judge:
+    with loaded(changed) as [judge]:
         judge([*"abc"], **columns(3))
     assert endpoint.asked == dict.fromkeys("abc", 2)
     monkeypatch.setenv("JUDGE_MODEL", "other")
-    with open_judge() as judge:
+    with loaded() as [judge]:
         judge([*"abc"], **columns(3))
     assert endpoint.asked == dict.fromkeys("abc", 3)
 
@@ -319,7 +321,7 @@ def test_a_text_that_the_endpoint_refuses_has_no_score_and_is_asked_again_in_a_l
 ) -> None:
     body = f'{{"Score: 1": "{KEY}"}}\nScore: 1'
     endpoint.reply = lambda text, _: (status, body) if text in ("2", "3") else "Score: 1"
-    with open_judge() as judge:
+    with loaded() as [judge]:
         assert judge([*"123214"], **columns(6)) == [1.0, None, None, None, 1.0, 1.0]
         line = f"judge: no score for 3 of 6, such as 'Score: none, HTTP Error {status}:"
         printed = capfd.readouterr().err
@@ -328,20 +330,15 @@ def test_a_text_that_the_endpoint_refuses_has_no_score_and_is_asked_again_in_a_l
     assert endpoint.asked == {"1": 1, "2": 2, "3": 1, "4": 1}
 
 
-@pytest.mark.parametrize("status", [401, 403, 404])
-def test_a_wrong_key_or_model_ends_the_run(status: int, endpoint: Endpoint) -> None:
-    endpoint.reply = lambda text, _: (status, "no") if text == "2" else "Score: 1"
-    line = f"stand-in: HTTP Error {status}"
-    with open_judge() as judge, pytest.raises(UserMistake, match=line):
-        judge([*"123"], **columns(3))
-
-
-def test_the_same_status_for_every_text_ends_the_run(endpoint: Endpoint) -> None:
-    endpoint.reply = lambda text, _: (400, "max_tokens is too large")
-    line = "raised ConnectionError: JUDGE_URL=.*: HTTP Error 400: Bad Request b'max_tokens is too"
-    with open_judge() as judge, pytest.raises(UserMistake, match=line):
+@pytest.mark.parametrize("status, refused", [(401, "2"), (403, "2"), (404, "2"), (400, "123")])
+def test_a_wrong_key_or_model_and_the_same_status_for_every_text_end_the_run(
+    status: int, refused: str, endpoint: Endpoint
+) -> None:
+    endpoint.reply = lambda text, _: (status, "too large") if text in refused else "Score: 1"
+    line = rf"raised ConnectionError: JUDGE_URL=.*stand-in: HTTP Error {status}: .* b'too large'"
+    with loaded() as [judge], pytest.raises(UserMistake, match=line):
         judge([*"1231"], **columns(4))
-    assert endpoint.asked == {"1": 1, "2": 1, "3": 1}
+    assert {*refused} <= endpoint.asked.keys() and {*endpoint.asked.values()} == {1}
 
 
 @pytest.mark.parametrize("reply, requests", [((401, f"no {KEY}\nhere"), 1), ((503, KEY), 4)])
@@ -355,7 +352,7 @@ def test_a_request_that_keeps_failing_ends_the_call_in_a_line_and_the_other_answ
     texts = [*map(str, range(400))]
     endpoint.delay_s = 0.01
     endpoint.reply = lambda completion, _: reply if completion == "20" else "Score: 0.5"
-    with open_judge(impatient(tmp_path)) as judge, pytest.raises(UserMistake) as error:
+    with loaded(impatient(tmp_path)) as [judge], pytest.raises(UserMistake) as error:
         judge(texts, **columns(400))
     address = f"JUDGE_URL={endpoint.url} JUDGE_MODEL=stand-in: HTTP Error"
     assert f"judge.py:judge raised ConnectionError: {address} {reply[0]}" in str(error.value)
@@ -369,47 +366,38 @@ def test_a_request_that_keeps_failing_ends_the_call_in_a_line_and_the_other_answ
 
     endpoint.asked.clear()
     endpoint.reply = lambda *_: "Score: 0.5"
-    with open_judge(impatient(tmp_path)) as judge:
+    with loaded(impatient(tmp_path)) as [judge]:
         assert judge(texts, **columns(400)) == [0.5] * 400
     assert len(endpoint.asked) == 400 - kept
 
 
 def test_a_failure_ends_the_call_at_once_while_other_requests_hang(endpoint: Endpoint) -> None:
-    hang = threading.Event()
-    endpoint.reply = lambda completion, _: (
-        (401, "no") if completion == "3" else hang.wait(9) and None
-    )
-    with open_judge() as judge:
+    endpoint.reply = lambda text, _: (401, "no") if text == "3" else endpoint.hang()
+    with loaded() as [judge]:
         start = time.monotonic()
         with pytest.raises(UserMistake, match="HTTP Error 401"):
             judge([*"12345"], **columns(5))
         assert time.monotonic() - start < 5
-    hang.set()
 
 
-def test_an_endpoint_that_hangs_is_named_before_the_time_limit_of_the_call(
-    endpoint: Endpoint, tmp_path: Path
-) -> None:
-    hang = threading.Event()
-    endpoint.reply = lambda *_: hang.wait(9) and None
-    file = edited(tmp_path, SHORT_WAITS, ("REQUEST_S = 60", "REQUEST_S = 0.1"))
-    with open_judge(file, timeout_s=0.2) as judge, pytest.raises(UserMistake) as error:
-        judge(["1"], **columns(1))
-    hang.set()
-    line = f"JUDGE_URL={endpoint.url} JUDGE_MODEL=stand-in: TimeoutError: timed out"
-    assert f"raised ConnectionError: {line}" in str(error.value)
+TIMED_OUT = "TimeoutError: timed out"
 
 
 @pytest.mark.parametrize(
-    "status, requests, reason",
-    [(200, 4, "TimeoutError: timed out"), (400, 1, "HTTP Error 400: Bad Request")],
+    "reply, requests, reason",
+    [
+        (None, 4, TIMED_OUT),
+        ((200, STUCK), 4, TIMED_OUT),
+        ((400, STUCK), 1, "HTTP Error 400: Bad Request"),
+    ],
 )
-def test_an_answer_whose_body_does_not_come_is_tried_again_and_a_refusal_is_not(
-    status: int, requests: int, reason: str, endpoint: Endpoint, tmp_path: Path
+def test_an_answer_or_a_body_that_does_not_come_is_named_after_all_tries_and_a_refusal_at_once(
+    reply: tuple[int, str] | None, requests: int, reason: str, endpoint: Endpoint, tmp_path: Path
 ) -> None:
-    endpoint.reply = lambda *_: (status, STUCK)
+    """Before the time limit of the call."""
+    endpoint.reply = lambda *_: reply or endpoint.hang()
     file = edited(tmp_path, SHORT_WAITS, ("REQUEST_S = 60", "REQUEST_S = 0.1"))
-    with open_judge(file) as judge, pytest.raises(UserMistake) as error:
+    with loaded(file, timeout_s=0.2) as [judge], pytest.raises(UserMistake) as error:
         judge(["1"], **columns(1))
     line = f"raised ConnectionError: JUDGE_URL={endpoint.url} JUDGE_MODEL=stand-in: {reason}"
     assert line in str(error.value)
@@ -420,19 +408,23 @@ def test_a_judge_that_is_killed_during_a_call_has_kept_what_was_answered(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JUDGE_CONCURRENCY", "2")
-    hang = threading.Event()
-    endpoint.reply = lambda completion, _: hang.wait(9) and None if completion > "5" else "Score: 1"
     workers = {}
+
+    def reply(completion: str, _: int) -> str | None:
+        if completion < "6":
+            return "Score: 1"
+        if endpoint.asked.total() == 7:
+            os.kill(worker._process.pid, 9)
+        return endpoint.hang()
+
+    endpoint.reply = reply
     [judge] = load_reward_functions(f"{FILE}:judge", 30, 9, 2, workers)
-    with closing(*workers.values()) as worker:
-        threading.Timer(0.5, lambda: os.kill(worker._process.pid, 9)).start()
-        with pytest.raises(UserMistake, match="died"):
-            judge([*"123456789"], **columns(9))
-    hang.set()
+    with closing(*workers.values()) as worker, pytest.raises(UserMistake, match="died"):
+        judge([*"123456789"], **columns(9))
     assert endpoint.asked == Counter("1234567")  # two wait for an answer
 
     endpoint.reply = lambda *_: "Score: 0"
-    with open_judge() as judge:
+    with loaded() as [judge]:
         assert judge([*"123456789"], **columns(9)) == [1.0] * 5 + [0.0] * 4
     assert endpoint.asked == Counter("123456789" + "67")
 
@@ -440,23 +432,24 @@ def test_a_judge_that_is_killed_during_a_call_has_kept_what_was_answered(
 # ---- prefetch ------------------------------------------------------------------------------------
 
 
-class SlowBackend:
-    """Samples completions of random tokens, a pass in `pass_s` seconds."""
+class RandomBackend:
+    """Samples completions of random tokens. wait: is called in each pass, with the number of the
+    completions of earlier ones."""
 
-    def __init__(self, pass_s: float) -> None:
-        self.pass_s, self.rng = pass_s, np.random.default_rng(0)
+    def __init__(self, wait: Callable[[int], None]) -> None:
+        self.wait, self.rng = wait, np.random.default_rng(0)
 
     def generate(
         self, prompt_ids, prompt_mask, sequence_ids, key, sampling, earlier
     ) -> Completions:
-        time.sleep(self.pass_s)
+        self.wait(sequence_ids[0])
         ids = self.rng.integers(100, 500, (len(sequence_ids), 6)).astype(np.int32)
         lengths = np.full(len(ids), 6, np.int32)
         return Completions(sequence_ids, ids, np.ones_like(ids), lengths, ids * 0.0, lengths)
 
 
 def rollout_of(*functions: RewardFunction) -> RolloutConfig:
-    """With what sampling by SlowBackend and rewards need."""
+    """With what sampling by RandomBackend and rewards need."""
     names = [field.name for field in dataclasses.fields(RolloutConfig)]
     chat_format = ChatFormat(load_tokenizer(REPO / "tiny"), [])
     given: dict = {"chat_format": chat_format, "functions": [*functions]}
@@ -466,29 +459,36 @@ def rollout_of(*functions: RewardFunction) -> RolloutConfig:
     )
 
 
-def sample(rollout: RolloutConfig, pass_s: float, passes: int) -> tuple[list[Prompt], Completions]:
+def sample(
+    rollout: RolloutConfig, passes: int, wait: Callable[[int], None] = lambda _: None
+) -> tuple[list[Prompt], Completions]:
     """Passes of two prompts with 16 completions each."""
     prompts = [Prompt([5, 6, 7], {"question": "2 * 3?", "answer": "6"})] * 2 * passes
     sizes = {"completions_per_prompt": 16, "prompts_per_pass": 2, "title": "rollout"}
-    return prompts, sample_completions(rollout, SlowBackend(pass_s), prompts, None, None, **sizes)
+    backend = RandomBackend(wait)
+    return prompts, sample_completions(rollout, backend, prompts, None, None, **sizes)
 
 
 def test_all_rewards_but_those_of_the_last_pass_are_given_while_the_next_is_sampled(
     endpoint: Endpoint,
 ) -> None:
-    """A pass is sampled in 0.7 s; its 32 requests take 0.3 s each, and 16 are made at a time."""
-    endpoint.delay_s = 0.3
-    with open_judge() as judge:
+    """A pass is sampled until the completions of the earlier ones have their answers."""
+    endpoint.delay_s = 0.05
+
+    def wait(earlier: int) -> None:
+        end, answered = time.monotonic() + 20, -1
+        while answered < earlier:
+            assert time.monotonic() < end, f"{answered} of {earlier} completions have an answer"
+            time.sleep(0.01)
+            with endpoint.lock:
+                answered = endpoint.asked.total() - endpoint.at_once
+
+    with loaded() as [judge]:
         rollout = rollout_of(judge)
-        began = time.monotonic()
-        judge([f"alone {i}" for i in range(32)], **columns(32))
-        of_one_pass = time.monotonic() - began
-        prompts, completions = sample(rollout, 0.7, 4)
-        began = time.monotonic()
+        prompts, completions = sample(rollout, 4, wait)
         rewards, _ = reward_completions(rollout, prompts, completions)
-        assert time.monotonic() - began < 1.2 * of_one_pass
     assert (rewards == 1).all() and len(rewards) == 128
-    assert endpoint.asked.total() == len(endpoint.asked) == 160, "each text once"
+    assert endpoint.asked.total() == len(endpoint.asked) == 128, "each text once"
     assert endpoint.most_at_once == 16
 
 
@@ -511,11 +511,9 @@ def second(completions, **columns):
 def test_prefetch_of_a_file_is_called_once_with_each_pass(tmp_path: Path) -> None:
     """Also if two of its functions are named, and not with environments, whose worker is busy."""
     (tmp_path / "mine.py").write_text(PREFETCHES)
-    names, workers = f"{tmp_path}/mine.py:first,{tmp_path}/mine.py:second", {}
-    functions = load_reward_functions(names, 30, 9, 2, workers)
-    with closing(*workers.values()):
+    with loaded(tmp_path / "mine.py", "first second") as functions:
         rollout = rollout_of(*functions)
-        prompts, completions = sample(rollout, 0, 3)
+        prompts, completions = sample(rollout, 3)
         _, rewards = reward_completions(rollout, prompts, completions)
         assert (rewards[:, 0] == 3).all()
         rollout = dataclasses.replace(rollout, environments=object())
@@ -523,24 +521,21 @@ def test_prefetch_of_a_file_is_called_once_with_each_pass(tmp_path: Path) -> Non
         assert functions[0](["a"]) == [3.0]
 
 
-def test_a_prefetch_that_fails_or_hangs_is_one_line_that_names_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("fail", "raised ValueError: two lines (mine.py:6)"),
+        ("hang", "is not done after 1 s; raise REWARD_TIMEOUT_S=1 or speed it up"),
+    ],
+)
+def test_a_prefetch_that_fails_or_hangs_is_one_line_that_names_it(
+    text: str, reason: str, tmp_path: Path
+) -> None:
     (tmp_path / "mine.py").write_text(PREFETCHES)
-    workers = {}
-    [function] = load_reward_functions(f"{tmp_path}/mine.py:first", 1, 9, 2, workers)
-    with closing(*workers.values()):
-        for text, reason in (
-            ("fail", "raised ValueError: two lines (mine.py:6)"),
-            ("hang", "is not done after 1 s; raise REWARD_TIMEOUT_S=1 or speed it up"),
-        ):
-            if text == "hang":
-                workers.clear()
-                names = f"{tmp_path}/mine.py:first"
-                [function] = load_reward_functions(names, 1, 9, 2, workers)
-            with pytest.raises(UserMistake) as error:
-                function.prefetch([text], completion_ids=[[1]])
-            assert str(error.value) == f"REWARD_FN {tmp_path}/mine.py:prefetch {reason}"
-    for worker in workers.values():
-        worker.close()
+    with loaded(tmp_path / "mine.py", "first", timeout_s=1) as [function]:
+        with pytest.raises(UserMistake) as error:
+            function.prefetch([text], completion_ids=[[1]])
+    assert str(error.value) == f"REWARD_FN {tmp_path}/mine.py:prefetch {reason}"
 
 
 FOUR_PASSES = environment(
@@ -553,10 +548,11 @@ def test_a_run_with_prefetch_has_the_records_of_one_without(
     endpoint: Endpoint, tmp_path: Path
 ) -> None:
     endpoint.reply = lambda text, _: f"Score: {zlib.crc32(text.encode()) % 11 / 10}"
-    ends = []
-    for name, edits in (("with", []), ("without", [("def prefetch(", "def begin("), CALLED])):
+    called, ends = "(completions, prompts, answer)\n    futures", []
+    renamed = [("def prefetch(", "def begin("), (f"prefetch{called}", f"begin{called}")]
+    for name, edits in (("with", []), ("without", renamed)):
         (tmp_path / name).mkdir()
-        file = edited(tmp_path / name, cached_in(tmp_path / name), *edits)
+        file = edited(tmp_path / name, ("runs/judge_cache", str(tmp_path / name)), *edits)
         env = FOUR_PASSES | {"REWARD_FN": f"{file}:judge"}
         done = run_here(tmp_path / name / "run", train_grpo, env)
         assert done.code == 0, done.errors
@@ -564,12 +560,6 @@ def test_a_run_with_prefetch_has_the_records_of_one_without(
         ends[-1] += (endpoint.asked.total(),)
         endpoint.asked.clear()
     assert ends[0] == ends[1] and len(ends[0][0]) == 5
-
-
-CALLED = (
-    "prefetch(completions, prompts, answer)\n    futures",
-    "begin(completions, prompts, answer)\n    futures",
-)
 
 
 def test_a_signal_saves_while_answers_are_awaited(endpoint: Endpoint, tmp_path: Path) -> None:
@@ -592,6 +582,7 @@ def test_a_signal_saves_while_answers_are_awaited(endpoint: Endpoint, tmp_path: 
 
 # ---- Mistakes ------------------------------------------------------------------------------------
 
+HAS_AT = "JUDGE_URL has an @: write a key into JUDGE_API_KEY, which is never printed"
 MISTAKES = {
     "JUDGE_URL=": "JUDGE_URL='' and JUDGE_MODEL='stand-in' must both be set",
     "JUDGE_MODEL=": "and JUDGE_MODEL='' must both be set",
@@ -599,18 +590,22 @@ MISTAKES = {
     "JUDGE_CONCURRENCY=0": "JUDGE_CONCURRENCY='0' is not a whole number of at least 1",
     "JUDGE_URL=http://127.0.0.1:9/v1": ":9/v1 JUDGE_MODEL=stand-in: URLError: ",
     "JUDGE_URL=127.0.0.1:9/v1": "unknown url type",
+    "JUDGE_URL=http://user:secret@127.0.0.1:9/v1 JUDGE_MODEL=": HAS_AT,
+    "JUDGE_URL=user:secret@127.0.0.1:9 JUDGE_MODEL=": HAS_AT,
 }
 
 
-@pytest.mark.parametrize("setting", MISTAKES)
-def test_a_mistake_is_a_line_before_the_first_call(
-    setting: str, endpoint: Endpoint, tmp_path: Path, monkeypatch, capfd
+@pytest.mark.parametrize("settings", MISTAKES)
+def test_a_mistake_is_a_line_before_the_first_call_without_a_password(
+    settings: str, endpoint: Endpoint, tmp_path: Path, monkeypatch, capfd
 ) -> None:
-    monkeypatch.setenv(*setting.split("=", 1))
-    with pytest.raises(UserMistake) as error, open_judge(impatient(tmp_path)):
+    for name, value in environment(settings).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserMistake) as error, loaded(impatient(tmp_path)):
         pass
-    assert MISTAKES[setting] in str(error.value)
-    assert "\n" not in str(error.value) and "".join(capfd.readouterr()) == ""
+    line = str(error.value)
+    assert MISTAKES[settings] in line and "\n" not in line and "secret" not in line
+    assert "".join(capfd.readouterr()) == ""
 
 
 def test_an_endpoint_that_never_answers_is_a_line_before_the_first_call(
@@ -621,21 +616,9 @@ def test_an_endpoint_that_never_answers_is_a_line_before_the_first_call(
         url = f"http://127.0.0.1:{server.getsockname()[1]}/v1"
         monkeypatch.setenv("JUDGE_URL", url)
         monkeypatch.setenv("JUDGE_MODEL", "stand-in")
-        with pytest.raises(UserMistake) as error, open_judge(file):
+        with pytest.raises(UserMistake) as error, loaded(file):
             pass
     assert f": JUDGE_URL={url} JUDGE_MODEL=stand-in: TimeoutError: timed out" in str(error.value)
-
-
-@pytest.mark.parametrize("url", ["http://user:secret@127.0.0.1:9/v1", "user:secret@127.0.0.1:9"])
-def test_a_password_in_the_url_is_refused_and_not_printed(
-    url: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setenv("JUDGE_URL", url)
-    monkeypatch.delenv("JUDGE_MODEL", raising=False)
-    with pytest.raises(UserMistake, match="JUDGE_URL has an @: write .* JUDGE_API_KEY") as error:
-        with open_judge():
-            pass
-    assert "secret" not in str(error.value) + "".join(capfd.readouterr())
 
 
 # ---- A run ---------------------------------------------------------------------------------------
@@ -657,7 +640,7 @@ def test_a_run_whose_judge_failed_goes_on_and_a_run_with_its_answers_has_the_sam
         return (404, "broken") if (n := next(asked)) == fails_at else f"Score: {n / 100}"
 
     endpoint.reply = reply
-    file = edited(tmp_path, cached_in(tmp_path))
+    file = edited(tmp_path, ("runs/judge_cache", str(tmp_path)))
     env = TWO_STEPS | {"REWARD_FN": f"{file}:judge"}
     failed = run_here(tmp_path / "first", train_grpo, env)
     [error] = failed.errors.splitlines()

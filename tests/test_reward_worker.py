@@ -16,11 +16,9 @@ from runs import environment, train
 import rewards
 from infra import reward_worker
 from infra.mistakes import UserMistake
-from infra.reward_worker import get_worker
 from rewards import (
     RewardFunction,
     built_in_function,
-    load_reward_function,
     load_reward_functions,
     reward_correct,
     total_rewards,
@@ -84,14 +82,24 @@ def folder(tmp_path_factory):
 
 
 @contextmanager
-def worker(folder: Path, name: str, timeout_s: float = 30.0) -> Iterator[RewardFunction]:
-    source = f"{folder / 'mine.py'}:{name}"
-    with closing(get_worker("REWARD_FN", source, timeout_s, {})) as process:
-        yield load_reward_function(process, source)
+def loaded(
+    reward_fn: str, timeout_s: float = 30.0, dataset: str = ""
+) -> Iterator[list[RewardFunction]]:
+    workers = {}
+    functions = load_reward_functions(reward_fn, timeout_s, 9, 2, workers, dataset)
+    with closing(*workers.values()):
+        yield functions
 
 
-def load(reward_fn: str) -> list[RewardFunction]:
-    return load_reward_functions(reward_fn, 30, 9, 2, {})
+@contextmanager
+def worker(
+    folder: Path, name: str = "f", text: str = "", timeout_s: float = 30.0
+) -> Iterator[RewardFunction]:
+    """A function of mine.py in the folder, which first gets this text."""
+    if text:
+        (folder / "mine.py").write_text(text)
+    with loaded(f"{folder}/mine.py:{name}", timeout_s) as [function]:
+        yield function
 
 
 def test_the_worker_has_no_jax_and_no_accelerator_and_imports_rewards_py_from_any_folder(
@@ -107,10 +115,7 @@ def test_the_worker_has_no_jax_and_no_accelerator_and_imports_rewards_py_from_an
 def test_the_example_of_the_docs_is_a_reward_function(tmp_path: Path) -> None:
     text = (TOP / "docs" / "rewards.md").read_text(encoding="utf-8")
     (tmp_path / "my_rewards.py").write_text(text.split("```python\n")[1].split("```")[0])
-    workers = {}
-    source = f"{tmp_path}/my_rewards.py:close_answer, reward_format"
-    functions = load_reward_functions(source, 30, 9, 2, workers)
-    with closing(*workers.values()):
+    with loaded(f"{tmp_path}/my_rewards.py:close_answer, reward_format") as functions:
         completions = ["<think>3 * 4</think>\n<answer>12.5</answer>", "14", "?", "<answer>9"]
         columns = {"answer": ["#### 12", "3 and #### 12", "#### 12", "no number"]}
         totals, _ = total_rewards(completions, columns, functions, [1.0, 0.5], 1)
@@ -187,7 +192,7 @@ def test_arrays_are_lists(folder: Path) -> None:
 def test_a_reward_that_cannot_load_stops_at_once(folder, monkeypatch, entry, message):
     monkeypatch.chdir(folder)
     with pytest.raises(UserMistake, match=message):
-        load(entry)
+        load_reward_functions(entry, 30, 9, 2, {})
 
 
 def test_a_file_that_hangs_on_import_is_given_up(tmp_path, monkeypatch):
@@ -198,33 +203,31 @@ def test_a_file_that_hangs_on_import_is_given_up(tmp_path, monkeypatch):
 
 
 def test_a_file_names_the_seconds_that_each_completion_adds_to_the_limit(tmp_path):
-    body = "import time\ndef f(texts, **_):\n    time.sleep(0.4)\n    return [0.0] * len(texts)\n"
-    (tmp_path / "slow.py").write_text(f"SECONDS_FOR_EACH_COMPLETION = 1\n{body}")
-    workers = {}
-    [f] = load_reward_functions(f"{tmp_path / 'slow.py'}:f", 0.25, 9, 2, workers)
-    try:
-        assert f(["a", "b"]) == [0.0, 0.0]
+    text = "import time\nSECONDS_FOR_EACH_COMPLETION = 1\n"
+    text += "def f(texts, **_):\n    time.sleep(0.4 if texts else 60)\n    return [0.0] * 2\n"
+    with worker(tmp_path, text=text, timeout_s=0.25) as function:
+        assert function(["a", "b"]) == [0.0, 0.0]
         with pytest.raises(UserMistake, match="is not done after 0.25 s"):
-            f([])
-    finally:
-        [worker] = workers.values()
-        worker.close()
+            function([])
 
 
-def test_maj_counts_the_texts_of_what_a_file_s_extract_answer_returns(tmp_path: Path) -> None:
+def test_maj_counts_the_texts_of_what_a_file_s_extract_answer_of_one_text_returns(
+    tmp_path: Path,
+) -> None:
     body = "def f(texts, **_):\n    return [1 / len(text) for text in texts]\n"
-    (tmp_path / "mine.py").write_text(body)
-    with worker(tmp_path, "f") as function:
-        assert function.extract_answer is None
-    body += "def extract_answer(text):\n    return [text] if text > 'a' else float(text or 'x')\n"
-    (tmp_path / "mine.py").write_text(body)
-    with worker(tmp_path, "f") as function:
-        assert [function.extract_answer(text) for text in ("b", "1e3")] == ["['b']", "1000.0"]
+    for helper in ("", "def extract_answer(a, b): pass\n"):
+        with worker(tmp_path, text=body + helper) as function:
+            assert function.extract_answer is None
+    body += "def extract_answer(text):\n"
+    body += "    return {'a': text, 'b': [text]}.get(text) or float(text or 'x')\n"
+    with worker(tmp_path, text=body) as function:
+        answers = [function.extract_answer(text) for text in ("a", "b", "1e3")]
+        assert answers == ["a", "['b']", "1000.0"]
         with pytest.raises(
             UserMistake, match=r"mine.py:extract_answer raised ValueError: .*\(mine.py:4\)$"
         ):
             function.extract_answer("")
-    with worker(tmp_path, "f") as function, pytest.raises(UserMistake, match="mine.py:f raised"):
+    with worker(tmp_path) as function, pytest.raises(UserMistake, match="mine.py:f raised"):
         function([""])
 
 
@@ -241,6 +244,7 @@ def wrapped(function):
 def bare(function):
     return lambda *args, **kwargs: function(*args, **kwargs)
 def documented(prompts, completions, answer, **kwargs):
+    assert "trainer_state" not in kwargs
     return [len(p) + float(c == a) for p, c, a in zip(prompts, completions, answer)]
 def by_keyword(*, completions, completion_ids, **kwargs):
     return [len(ids) for ids in completion_ids]
@@ -251,7 +255,7 @@ def logs(completions, trainer_state, log_extra, log_metric, **kwargs):
     log_extra("text", completions)
     log_extra(column="text", values=completions)
     log_metric(name="mean", value=1.0)
-    return [trainer_state] * 2
+    return [getattr(trainer_state, name, None) for name in ("global_step", "max_steps")]
 loops = []
 async def judge(prompts, completions, **kwargs):
     loops.append(asyncio.get_running_loop())
@@ -296,7 +300,6 @@ SIGNATURE_REWARDS = {  # of the completions "4" and "5"
     "documented": [5.0, 6.0],
     "by_keyword": [1.0, 2.0],
     "everything": [8.0, 11.0],
-    "logs": [None, None],
     "judge": [5.0, 7.0],
     "scorer": [4.0, 6.0],
     "wrapped_one": [5.0, 6.0],
@@ -318,36 +321,19 @@ SIGNATURE_REWARDS = {  # of the completions "4" and "5"
 def test_a_function_gets_trl_s_arguments_by_name_and_else_the_completions_first(
     tmp_path: Path,
 ) -> None:
+    """One that names trainer_state gets the steps, if the call has them; no other gets it."""
     (tmp_path / "mine.py").write_text(SIGNATURES)
+    state = {"trainer_state": {"global_step": 3, "max_steps": 20}}
     columns = {
         "question": ["2+2?", "10-5=?"],
         "answer": ["4", "7"],
         "completion_ids": [[4], [5, 6]],
     }
-    sources = [f"{tmp_path}/mine.py:{name}" for name in SIGNATURE_REWARDS]
-    workers = {}
-    functions = load_reward_functions(",".join(sources), 30, 9, 2, workers)
-    with closing(*workers.values()):
-        for _ in range(2):
-            rewards = [function(["4", "5"], **columns) for function in functions]
-            assert dict(zip(SIGNATURE_REWARDS, rewards, strict=True)) == SIGNATURE_REWARDS
-
-
-def test_trainer_state_has_the_steps_and_only_the_functions_that_name_it_get_it(
-    tmp_path: Path,
-) -> None:
-    body = """
-def steps(completions, trainer_state, **kwargs):
-    return [trainer_state.global_step, trainer_state.max_steps]
-def others(completions, **kwargs):
-    return [float("trainer_state" in kwargs)]
-"""
-    (tmp_path / "mine.py").write_text(body)
-    state = {"global_step": 3, "max_steps": 20}
-    with worker(tmp_path, "steps") as function:
-        assert function(["a", "b"], trainer_state=state) == [3.0, 20.0]
-    with worker(tmp_path, "others") as function:
-        assert function(["a"], trainer_state=state) == [0.0]
+    sources = [f"{tmp_path}/mine.py:{name}" for name in ("logs", *SIGNATURE_REWARDS)]
+    with loaded(",".join(sources)) as functions:
+        for more, logged in (({}, [None, None]), (state, [3.0, 20.0])):
+            rewards = {f.name: f(["4", "5"], **columns, **more) for f in functions}
+            assert rewards == SIGNATURE_REWARDS | {"logs": logged}
 
 
 @pytest.mark.slow
@@ -379,38 +365,40 @@ def test_a_function_of_verl_gets_its_columns_and_else_dataset_and_the_answer(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "verl.py").write_text(VERL)
-    workers = {}
-    [score] = load_reward_functions(
-        f"{tmp_path}/verl.py:compute_score", 30, 9, 2, workers, dataset="gsm"
-    )
-    with closing(*workers.values()):
+    with loaded(f"{tmp_path}/verl.py:compute_score", dataset="gsm") as [score]:
         assert score(["4", "5"], question=["?", "?"], answer=["4", "4"]) == [4.0, 3.0]
         columns = {"data_source": ["gsm", "aime24"], "extra_info": [{"index": 10}, None]}
         fields = [{"style": "rule", "ground_truth": "4"}, {"ground_truth": "5"}]
         messages = [[{"role": "user", "content": "?"}]] * 2  # verl gives texts for these, too
         assert score(["4", "5"], **columns, reward_model=fields, prompts=messages) == [14.0, 7.0]
         assert score(["4"], answer=["9"], reward_model=fields[:1]) == [3.0]
-    (tmp_path / "verl.py").write_text(VERL.replace("    return", "    return solution_str[7] and"))
-    line = r"verl.py:compute_score raised IndexError: string index out of range \(verl.py:4\)"
-    with closing(get_worker("REWARD_FN", f"{tmp_path}/verl.py:compute_score", 30, {})) as process:
-        score = load_reward_function(process, f"{tmp_path}/verl.py:compute_score")
-        with pytest.raises(UserMistake, match=line):
-            score(["4"], answer=["4"])
+    text = VERL.replace("    return", "    return solution_str[7] and")
+    line = r"mine.py:compute_score raised IndexError: string index out of range \(mine.py:4\)"
+    with worker(tmp_path, "compute_score", text) as score, pytest.raises(UserMistake, match=line):
+        score(["4"], answer=["4"])
 
 
-@pytest.mark.parametrize(
-    "text, completion",
-    [
-        ("[completion[0]['content'] for completion in completions]", "4"),
-        ("[completion[-1]['content'] for completion in completions]", ""),
-        ("[completion.get('content') for completion in completions]", "4"),
-    ],
-)
-def test_one_that_reads_messages_is_told_that_completions_are_texts(tmp_path, text, completion):
-    (tmp_path / "mine.py").write_text(f"def chat(prompts, completions, **_):\n    return {text}\n")
-    line = r"^REWARD_FN .*mine.py:chat raised .*\(mine.py:2\); completions are texts, not messages"
-    with worker(tmp_path, "chat") as function, pytest.raises(UserMistake, match=line) as caught:
-        function([completion], question=["2+2?"])
+ARE_TEXTS = "; completions are texts, not messages"
+ARE_LISTS = "; prompts and completions are lists of messages, like the questions$"
+CHAT = {"prompts": [[{"role": "user", "content": "2+2?"}]]}
+WRONG_FORM = [  # what a function makes of its completions, a completion, its prompt, the line's end
+    ("[completion[0]['content'] for completion in completions]", "4", {}, ARE_TEXTS),
+    ("[completion[-1]['content'] for completion in completions]", "", {}, ARE_TEXTS),
+    ("[completion.get('content') for completion in completions]", "4", {}, ARE_TEXTS),
+    ("completions[0].strip()", "4", CHAT, ARE_LISTS),
+    ("[completions].strip()", "4", {}, "$"),
+]
+
+
+@pytest.mark.parametrize("text, completion, prompts, end", WRONG_FORM)
+def test_one_that_reads_messages_or_texts_as_the_other_is_told_what_completions_are(
+    tmp_path: Path, text: str, completion: str, prompts: dict, end: str
+) -> None:
+    text = f"def chat(prompts, completions, **_):\n    return {text}\n"
+    line = rf"^REWARD_FN .*mine.py:chat raised .*\(mine.py:2\){end}"
+    with worker(tmp_path, "chat", text) as function:
+        with pytest.raises(UserMistake, match=line) as caught:
+            function([completion], question=["2+2?"], **prompts)
     assert "\n" not in str(caught.value)
 
 
@@ -418,42 +406,14 @@ def test_message_lists_reach_a_function_of_a_file_in_trl_s_form_and_the_built_in
     tmp_path: Path,
 ) -> None:
     body = "def f(prompts, completions, question, **_):\n    return [len(prompts[0]), "
-    (tmp_path / "mine.py").write_text(f"{body}float(completions[1][0]['content'] + question[1])]\n")
+    text = f"{body}float(completions[1][0]['content'] + question[1])]\n"
     messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "0"}]
     columns = {"question": ["0", "0"], "answer": ["7", "4"], "prompts": [messages] * 2}
-    with worker(tmp_path, "f") as function:
+    with worker(tmp_path, text=text) as function:
         totals, function_rewards = total_rewards(
             ["7", "5"], columns, [function, built_in_function(reward_correct)], [1.0, 1.0]
         )
     assert function_rewards.tolist() == [[2.0, 1.0], [50.0, 0.0]] and totals.tolist() == [3.0, 50.0]
-
-
-def test_one_that_reads_texts_is_told_that_completions_are_messages(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def f(completions, **_):\n    completions[0].strip()\n")
-    line = r"\(mine.py:2\); prompts and completions are lists of messages, like the questions$"
-    with worker(tmp_path, "f") as function, pytest.raises(UserMistake, match=line):
-        function(["4"], question=["2+2?"], prompts=[[{"role": "user", "content": "2+2?"}]])
-    (tmp_path / "mine.py").write_text("def f(completions, **_):\n    [completions].strip()\n")
-    line = r"'list' object has no attribute 'strip' \(mine.py:2\)$"
-    with worker(tmp_path, "f") as function, pytest.raises(UserMistake, match=line):
-        function(["4"], question=["2+2?"])
-
-
-@pytest.mark.parametrize(
-    "helper, answers",
-    [
-        ("def extract_answer(text): return text[:1]", True),
-        ("def extract_answer(a, b): pass", False),
-    ],
-)
-def test_only_an_extract_answer_of_one_text_counts_the_answers_of_maj_at_n(
-    tmp_path: Path, helper: str, answers: bool
-) -> None:
-    (tmp_path / "mine.py").write_text(f"{helper}\ndef f(completions, **_):\n    return [0.0]\n")
-    with worker(tmp_path, "f") as function:
-        assert (function.extract_answer is not None) == answers
-        if answers:
-            assert function.extract_answer("42") == "4"
 
 
 # ---- What the function starts --------------------------------------------------------------------
@@ -487,9 +447,8 @@ def leaves_a_child(completions, **columns):
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_processes_of_each_kind_import_the_file_and_its_neighbours(tmp_path, method) -> None:
-    (tmp_path / "mine.py").write_text(PROCESSES)
     (tmp_path / "neighbour.py").write_text("SAME = 2.0\n")
-    with worker(tmp_path, "pool") as function:
+    with worker(tmp_path, "pool", PROCESSES) as function:
         assert function(["3", "4"], method=[method]) == [6.0, 8.0]
 
 
@@ -510,22 +469,18 @@ def test_a_file_has_its_own_name_and_hides_no_other_module(tmp_path: Path, stem:
     text = PROCESSES.replace("    from neighbour import SAME\n", f"    SAME = __name__\n{also}")
     text = text.replace("float(text) * SAME", f"float(SAME == {name!r})")
     (tmp_path / f"{stem}.py").write_text(text)
-    source = f"{tmp_path}/{stem}.py:pool"
-    with closing(get_worker("REWARD_FN", source, 30, {})) as process:
-        function = load_reward_function(process, source)
+    with loaded(f"{tmp_path}/{stem}.py:pool") as [function]:
         assert function(["1", "1"], method=["fork"]) == [1.0, 1.0]
         assert function(["1", "1"], method=["spawn"]) == [1.0, 1.0]
 
 
 def test_a_child_by_os_fork_ends_with_its_own_exit_code_and_answers_nobody(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(PROCESSES)
-    with worker(tmp_path, "exits") as function:
+    with worker(tmp_path, "exits", PROCESSES) as function:
         assert [function(["3", "0"]), function(["5"])] == [[3, 0], [5]]
 
 
 def test_a_worker_that_dies_is_noticed_while_a_child_of_it_lives(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(PROCESSES)
-    with worker(tmp_path, "leaves_a_child", timeout_s=5) as function:
+    with worker(tmp_path, "leaves_a_child", PROCESSES, timeout_s=5) as function:
         with pytest.raises(UserMistake, match="died: its process ended with exit code 7$"):
             function(["1"])
 

@@ -97,16 +97,6 @@ READ = {  # text: its number, as Fraction reads it
     r"10-\frac{3}{4}": "3/4",  # an operator, as in 10-5
     r"\frac{1,500}{2}": "750",
     r"2\frac34": "11/4",
-    "10 000": None,
-    "10, 000": None,
-    "10，000": None,
-    "10. 000": None,
-    "10\N{ACUTE ACCENT}000": None,
-    "3 007": None,
-    "1 000/3": None,
-    "10 007/8": None,
-    "10-007": None,
-    "007,000": None,
     "007": "7",  # an answer of AIME
     "000": "0",
     "00.5": "1/2",
@@ -120,9 +110,6 @@ READ = {  # text: its number, as Fraction reads it
     "3 1\N{FRACTION SLASH}2": "7/2",
     "-1\N{FRACTION SLASH}4": "-1/4",
     "1\N{DIVISION SLASH}2": "1/2",
-    "1\N{FRACTION SLASH}0": None,
-    "10^3/4": None,
-    "0,500": None,
     "3 or 100,00": None,  # the last number cannot be read, and no other replaces it
     "100,00 or 3": "3",
     "1,234, 5": "5",
@@ -132,11 +119,15 @@ READ = {  # text: its number, as Fraction reads it
     f"1{SPACE}1/2": "3/2",
     "-¥5": "-5",
 }
+UNREAD = (
+    "10 000;10, 000;10，000;10. 000;10\N{ACUTE ACCENT}000;3 007;1 000/3;10 007/8;10-007;007,000;"
+    "1\N{FRACTION SLASH}0;10^3/4;0,500"
+).split(";")
 
 
-@pytest.mark.parametrize("text", READ)
+@pytest.mark.parametrize("text", [*READ, *UNREAD])
 def test_what_a_person_reads_without_doubt_is_read_and_the_rest_is_no_number(text: str) -> None:
-    expected = READ[text]
+    expected = READ.get(text)
     for completion in (text, f"so {text}", f"<answer>{text}</answer>", text + " of them"):
         if not completion.startswith("so - "):  # a dash after a word is no sign
             assert rewards.extract_answer(completion) == (expected and Fraction(expected)), (
@@ -144,15 +135,12 @@ def test_what_a_person_reads_without_doubt_is_read_and_the_rest_is_no_number(tex
             )
 
 
-FORMS = {  # of MATH: a number that is written in another form; its value, or None
+FORMS = {  # of MATH: a number that is written in another form, and its value
     r"\frac{4}7": "4/7",
-    r"\frac 1210": None,
     r"8\frac{1}{3}": "25/3",
     "22,\\! 333,\\!400": "22333400",
     r"10\,000": "10000",
     "1'000": "1000",
-    "5'3": None,
-    "10 500": None,
     "1½": "3/2",
     "-½": "-1/2",
     "１２００．５": "1200.5",
@@ -164,37 +152,13 @@ FORMS = {  # of MATH: a number that is written in another form; its value, or No
     "4\N{ZERO WIDTH SPACE}2": "42",
     "-\N{RIGHT-TO-LEFT MARK}5": "-5",
     "1\N{WORD JOINER},000": "1000",
-    r"\sqrt{10 - 5}": None,
-    "5√2": None,
-    "2^{10}": None,
-    "2¹⁰": None,
-    "(-3)^3": None,
-    "5x^2": None,
-    "x^2 - 3": None,
-    "3617_8": None,
-    r"312_{\text{five}}": None,
-    "12 π": None,
-    "7!": None,
-    "7 choose 3": None,
-    r"\log_2 9": None,
-    r"0.\overline{36}": None,
-    "0.(36)": None,
-    "3+5": None,
-    "4 - i": None,
-    "3x": None,
-    "3 x": None,
-    "3(x + 1)": None,
-    "f(5)": None,
-    "H2O": None,
-    "a/5": None,
-    "9:30 am": None,
-    "-(5)": None,
-    "minus 5": None,
-    r"\pm 5": None,
-    r"[0,\infty)": None,
-    r"\{1, 3\}": None,
-    r"\begin{pmatrix} 2 \\ -7 \\ 5 \end{pmatrix}": None,
 }
+PARTS = (
+    r"\frac 1210;5'3;10 500;\sqrt{10 - 5};5√2;2^{10};2¹⁰;(-3)^3;5x^2;x^2 - 3;3617_8;"
+    r"312_{\text{five}};12 π;7!;7 choose 3;\log_2 9;0.\overline{36};0.(36);3+5;4 - i;3x;3 x;"
+    r"3(x + 1);f(5);H2O;a/5;9:30 am;-(5);minus 5;\pm 5;[0,\infty);\{1, 3\};"
+    r"\begin{pmatrix} 2 \\ -7 \\ 5 \end{pmatrix}"
+).split(";")
 ALONE = (  # the number 72 with what is written around a number that stands for itself
     r"72^\circ;72\,\mathrm{m/s}^2;72cm²;72^{\text{th}};72\%;\$72;72kg;72 p.m.;72 a day;72-year-old;"
     r"€72;US$72;USD72;RM72;+72;**Answer:** 72;is **72**.;**72 clips**;Answer - 72;(A) 72;"
@@ -204,9 +168,9 @@ ALONE = (  # the number 72 with what is written around a number that stands for 
 )
 
 
-@pytest.mark.parametrize("text", FORMS)
-def test_a_part_of_something_larger_is_no_number(text: str) -> None:
-    number = FORMS[text] and Fraction(FORMS[text])
+@pytest.mark.parametrize("text", [*FORMS, *PARTS])
+def test_a_number_is_read_in_each_form_and_a_part_of_something_larger_is_none(text: str) -> None:
+    number = Fraction(FORMS[text]) if text in FORMS else None
     for completion in (text, rf"\boxed{{{text}}}", f"The answer is ${text}$.", f"**{text}**"):
         assert parse_number(completion) == number, completion
 
@@ -336,17 +300,11 @@ def test_the_format_is_all_or_nothing_and_the_tags_count_a_quarter_each(
     assert rewards.tag_count_reward([completion], answer=["#### 72"]) == [tags]
 
 
-NAMES = [
-    ("reasoning", "answer"),
-    ("think", "result"),
-    ("reasoning", "solution"),
-    ("answer", "think"),
-]
-
-
-@pytest.mark.parametrize("names", NAMES)
+@pytest.mark.parametrize(
+    "names", ["reasoning answer", "think result", "reasoning solution", "answer think"]
+)
 def test_answer_tags_rename_the_tags_of_the_prompt_and_of_all_built_in_functions(names) -> None:
-    thought, result = names
+    thought, result = names = tuple(names.split())
     right = f"<{thought}>3 + 4 = 7, not 8</{thought}>\n<{result}>7</{result}>"
     asked = f"<{thought}>your reasoning</{thought}>\n<{result}>your number</{result}>"
     renamed = rewards.system_prompt(names)
@@ -393,11 +351,15 @@ LONG = {
 
 @pytest.mark.parametrize("name", LONG)
 def test_a_quarter_of_a_megabyte_of_anything_takes_linear_time(name: str) -> None:
-    start = time.process_time()
-    for function in REWARDS:
-        ids = [list(range(1000)) * (N // 4000)]  # as many tokens as such a text may have
-        assert math.isfinite(function([LONG[name]], answer=["#### 72"], completion_ids=ids)[0])
-    assert time.process_time() - start < 0.5, "a quadratic pattern takes minutes here"
+    ids = [list(range(1000)) * (N // 4000)]  # as many tokens as such a text may have
+    for _ in range(3):  # a garbage collection of all tests in this process may fall into a try
+        start = time.thread_time()
+        for function in REWARDS:
+            assert math.isfinite(function([LONG[name]], answer=["#### 72"], completion_ids=ids)[0])
+        seconds = time.thread_time() - start
+        if not 0.5 <= seconds < 10:
+            break
+    assert seconds < 0.5, "a quadratic pattern takes minutes here"
 
 
 def test_no_completion_raises() -> None:

@@ -1,6 +1,7 @@
 """--eval-only and --ask of train_grpo.py: weights answer questions, and are not trained."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -38,11 +39,6 @@ def answers_of(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "eval.jsonl").open(encoding="utf-8")]
 
 
-def the_only(folder: Path, pattern: str) -> Path:
-    (found,) = folder.glob(pattern)
-    return found
-
-
 def test_eval_only_repeats_the_sweep_of_the_run_from_its_checkpoint_and_its_settings(
     trained: Result,
 ) -> None:
@@ -50,7 +46,7 @@ def test_eval_only_repeats_the_sweep_of_the_run_from_its_checkpoint_and_its_sett
     done = run_as_user_here(trained.out, "--eval-only")
     assert done.code == 0, done.errors
     assert f"weights={trained.out}/checkpoints/3\n" in done.lines
-    folder = the_only(trained.out, "eval_*")
+    [folder] = trained.out.glob("eval_*")
     assert answers_of(folder) == answers_of(trained.out)
     swept = next(r for r in trained.records if "eval_full/accuracy" in r)
     (record,) = map(json.loads, (folder / "metrics.jsonl").open(encoding="utf-8"))
@@ -74,7 +70,7 @@ def test_eval_only_of_the_exported_folder_gives_the_same_answers(trained: Result
     )
     assert done.code == 0, done.errors
     assert f"weights={hf}\n" in done.lines
-    folder = the_only(done.out, "eval_*")
+    [folder] = done.out.glob("eval_*")
     texts = [[e["completions"][0]["text"] for e in answers_of(x)] for x in (folder, trained.out)]
     assert texts[0] == texts[1]
     assert {entry["step"] for entry in answers_of(folder)} == {0}
@@ -130,22 +126,25 @@ def test_ask_prints_the_greedy_answer_its_rewards_and_what_stdout_does_not_know_
     assert done.lines.endswith(f"\n\\u20ac {APPLES}\n\n{answer}\n\n{rewards}\n")
 
 
-@pytest.mark.parametrize("argument", ["level", "answer, hints", "question, columns_of_mine"])
-def test_ask_shows_the_answer_also_if_a_reward_needs_a_column_that_it_does_not_have(
-    tmp_path: Path, argument: str
+def test_ask_shows_the_answer_also_if_rewards_need_columns_that_it_does_not_have(
+    tmp_path: Path,
 ) -> None:
-    takes = f"(completions, {argument}, **columns): return [1.0]\n"
-    (tmp_path / "mine.py").write_text(f"def by{takes}def prefetch{takes}")
-    functions = f"{tmp_path}/mine.py:by,reward_correct"
+    sources, reasons = [], []
+    for name, arguments in (("a", "level"), ("b", "answer, hints"), ("c", "question, of_mine")):
+        takes = f"(completions, {arguments}, **columns): return [1.0]\n"
+        (tmp_path / f"{name}.py").write_text(f"def {name}{takes}def prefetch{takes}")
+        sources.append(f"{tmp_path}/{name}.py:{name}")
+        missing = re.escape(repr(arguments.split()[-1]))
+        reasons.append(
+            f"{name} is not known: REWARD_FN {sources[-1]} raised TypeError: .*{missing}"
+        )
+    functions = ",".join([*sources, "reward_correct"])
     more = {"REWARD_FN": functions, "REWARD_WEIGHTS": "", "OUTPUT_DIR": ""}
     done = run_as_user_here(tmp_path / "nothing", "--ask", APPLES, "--answer", "28", **more)
     assert (done.code, done.errors) == (0, "")
     shown, _, rewards = done.lines.partition(f"\n{APPLES}\n\n{GREEDY}\n\n")
-    missing = argument.rpartition(" ")[2]
-    reason = f"by is not known: REWARD_FN {tmp_path}/mine.py:by raised TypeError: "
-    first, second = rewards.splitlines()
-    assert shown and first.startswith(reason) and f"'{missing}'" in first
-    assert second == "reward_correct 1"
+    lines = zip([*reasons, "reward_correct 1$"], rewards.splitlines(), strict=True)
+    assert shown and all(re.match(pattern, line) for pattern, line in lines)
 
 
 @pytest.mark.parametrize("family", GEMMA_TEMPLATES)

@@ -25,6 +25,7 @@ from tools import probe
 
 TOKENIZER = AutoTokenizer.from_pretrained(REPO / "tiny")
 RIGHT, WRONG = (f"<think>a</think>\n<answer>{x}</answer>" for x in (7, -1))
+BOTH = [f"{RIGHT}<|im_end|>", f"{WRONG}<|im_end|>"]
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}END\n{% endfor %}"
 START = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
@@ -144,26 +145,27 @@ def test_a_template_that_begins_no_answer_is_refused_before_sampling(tmp_path, m
         probe_here(monkeypatch, [], CHAT_TEMPLATE=f"{tmp_path}/chat.jinja")
 
 
-def test_fewer_than_ten_questions_tell_no_cause(monkeypatch, capsys) -> None:
-    probe_here(monkeypatch, [f"{WRONG}<|im_end|>"], "--probe", "9")
-    assert capsys.readouterr().out.endswith("\ncause: none yet: it needs 10 questions\n")
+NO_CAUSE = [  # what the model says, the reward, the number of questions, and the last line
+    ([f"{WRONG}<|im_end|>"], "reward_correct", "9", "none yet: it needs 10 questions"),
+    # A penalty that is never due, and a form that all have.
+    (BOTH, "reward_correct,{}/mine.py:never", "16", "none: no sign of trouble"),
+    # A graded reward never counts as right.
+    (
+        [f"{RIGHT} 1<|im_end|>", "1 and 1 and 1<|im_end|>"],
+        "{}/mine.py:graded",
+        "16",
+        "none: no sign of trouble",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("says", "env"),
-    [
-        # A penalty that is never due, and a form that all have.
-        ([f"{RIGHT}<|im_end|>", f"{WRONG}<|im_end|>"], "reward_correct,{}/mine.py:never"),
-        # A graded reward never counts as right.
-        ([f"{RIGHT} 1<|im_end|>", "1 and 1 and 1<|im_end|>"], "{}/mine.py:graded"),
-    ],
-)
-def test_a_reward_from_which_the_policy_learns_is_no_cause(
-    folder: Path, monkeypatch, capsys, says: list[str], env: str
+@pytest.mark.parametrize(("says", "reward", "count", "line"), NO_CAUSE)
+def test_a_reward_from_which_the_policy_learns_is_no_cause_and_few_questions_tell_none(
+    folder: Path, monkeypatch, capsys, says: list[str], reward: str, count: str, line: str
 ) -> None:
-    data = {"DATASET": str(folder / "sevens.jsonl"), "REWARD_FN": env.format(folder)}
-    probe_here(monkeypatch, says, **data)
-    assert capsys.readouterr().out.splitlines()[-1] == "cause: none: no sign of trouble"
+    data = {"DATASET": str(folder / "sevens.jsonl"), "REWARD_FN": reward.format(folder)}
+    probe_here(monkeypatch, says, "--probe", count, **data)
+    assert capsys.readouterr().out.splitlines()[-1] == f"cause: {line}"
 
 
 # ---- What it measures and leaves ----------------------------------------------------------------
@@ -234,14 +236,6 @@ def test_the_useful_questions_are_a_dataset_and_the_printed_command_trains_on_it
     assert command == f"DATASET={probed.out} python train_grpo.py"
     done = run_as_user_here(tmp_path / "run", **settings_of(DATASET=str(probed.out)))
     assert done.code == 0 and f" train={len(rows)} test=8 " in done.lines, done.errors
-
-
-@pytest.fixture(scope="module")
-def run_after_it(probed: Result) -> Path:
-    """The OUTPUT_DIR of the probe, after a step."""
-    out = probed.out.parent / "run"
-    assert run_as_user_here(out, **settings_of()).code == 0
-    return out
 
 
 def test_a_probe_that_was_killed_goes_on_with_the_same_rates_in_other_passes(
@@ -331,9 +325,11 @@ def test_a_folder_of_something_else_is_refused_and_left_as_it_is(
 
 
 def test_a_probe_after_steps_has_the_settings_and_the_weights_of_the_run(
-    run_after_it: Path, tmp_path: Path
+    probed: Result, tmp_path: Path
 ) -> None:
-    run, flags = run_after_it, ("--probe", "12", "--out", str(tmp_path / "rates"))
+    """The run is in the OUTPUT_DIR of an earlier probe."""
+    run, flags = probed.out.parent / "run", ("--probe", "12", "--out", str(tmp_path / "rates"))
+    assert run_as_user_here(run, **settings_of()).code == 0
     before = {file: file.stat().st_mtime_ns for file in run.rglob("*") if file.is_file()}
     done = run_as_user_here(run, *flags)
     assert done.code == 0 and f"weights={run}/checkpoints/1\n" in done.lines, done.errors
@@ -356,7 +352,7 @@ def test_the_printed_command_does_not_write_where_the_run_with_these_settings_wr
         (folder / "x").mkdir()
         (folder / "x" / "config.yaml").touch()
     flags = "--out", f"{folder}/rates"
-    probe_here(monkeypatch, [f"{RIGHT}<|im_end|>", f"{WRONG}<|im_end|>"], *flags, **env)
+    probe_here(monkeypatch, BOTH, *flags, **env)
     elsewhere = f"OUTPUT_DIR={folder}/rates/run CHECKPOINT_DIR= EXPORT_HF= " * has_begun
     command = f"DATASET={folder}/rates {elsewhere}python train_grpo.py trains"
     assert f"with the settings of this probe, {command}" in capsys.readouterr().out

@@ -20,14 +20,12 @@ import numpy as np
 import pytest
 from mistakes import few, refused
 from runs import (
-    DEMANDING,
     REPO,
     Result,
     assert_same_run,
     copy_at_call,
     environment,
     run_as_user_here,
-    run_here,
     train,
     train_two,
 )
@@ -92,15 +90,16 @@ def settings_of(folder: Path, tmp_path: Path, **env: str) -> Config:
     return Config.from_env(environment("NUM_PRE_Q=4 BATCH_SIZE=4 DTYPE=float32") | given | env)
 
 
-def scorer_of(
-    folder: Path, tmp_path: Path, mesh: tuple[int, ...] = (1, 1, 1), **env: str
-) -> Scorer:
-    """The scorer of a folder, with its weights on this mesh."""
-    cfg = settings_of(folder, tmp_path, **env)
-    scorer = read_scorer(cfg, derive_sizes(cfg, 1, 8))
-    scorer.compute = scorer.compute._replace(layout=train_layout(*mesh))
+def place(scorer: Scorer, *mesh: int) -> Scorer:
+    """Reads the weights onto this mesh."""
+    scorer.params, scorer.compute = None, scorer.compute._replace(layout=train_layout(*mesh))
     scorer.prepare(ChatFormat(None, []), [Prompt([1], {"question": "1 + 1?", "answer": "2"})])
     return scorer
+
+
+def scorer_of(folder: Path, tmp_path: Path, **env: str) -> Scorer:
+    cfg = settings_of(folder, tmp_path, **env)
+    return place(read_scorer(cfg, derive_sizes(cfg, 1, 8)), 1, 1, 1)
 
 
 def scores_of(scorer: Scorer, order: list[int] | None = None) -> np.ndarray:
@@ -141,9 +140,8 @@ def test_the_scores_are_those_of_trl_in_every_batch_order_and_mesh(
 
     if name not in ("qwen3", "judge_llama"):  # one with a score.weight, and a judge
         return
-    scorer.compute = scorer.compute._replace(layout=train_layout(2, 2, 2))
-    scorer.params, scorer.batch_size = None, 8
-    scorer.prepare(ChatFormat(None, []), [Prompt([1], {"question": "1 + 1?", "answer": "2"})])
+    scorer.batch_size = 8
+    place(scorer, 2, 2, 2)
     order = [5, 3, 12, 0, 7, 9, 15, 1, 2, 14, 4]  # 12 is the longest
     np.testing.assert_allclose(scores_of(scorer, order), scores[order], atol=1e-5)
     np.testing.assert_allclose(scores_of(scorer, [12]), scores[[12]], atol=1e-5)
@@ -339,15 +337,19 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_scorer_of_lengths(tmp_path_factory.mktemp("scorers") / "short")
 
 
+EVALUATED = environment("EVAL_EVERY_STEPS=8 EVAL_PROMPTS=8 SAMPLE_EVERY_STEPS=1 SAVE_EVERY_STEPS=6")
+
+
 class Learnt(NamedTuple):
     result: Result
     digests: list[str]  # of the scorer's weights in each step
+    killed: Path  # what a kill in the seventh step leaves
 
 
 @pytest.fixture(scope="module")
 def learnt(short: Path, tmp_path_factory: pytest.TempPathFactory) -> Learnt:
-    out, runs, digests = tmp_path_factory.mktemp("runs") / "learnt", [], []
-    more = {"EVAL_EVERY_STEPS": "8", "EVAL_PROMPTS": "8", "SAMPLE_EVERY_STEPS": "1"}
+    folder, runs, digests = tmp_path_factory.mktemp("runs"), [], []
+    out, killed = folder / "learnt", folder / "killed"
     start, update = train_grpo.start, train_grpo.update_policy
 
     def started(cfg: Config) -> tuple:
@@ -363,8 +365,9 @@ def learnt(short: Path, tmp_path_factory: pytest.TempPathFactory) -> Learnt:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_grpo, "start", started)
         patch.setattr(train_grpo, "update_policy", updated)
-        result = train(out, **LEARNS | more, REWARD_MODEL_PATH=str(short))
-    return Learnt(result, digests)
+        copy_at_call(patch, train_grpo, "update_policy", 7, out, 6, killed)
+        result = train(out, **LEARNS | EVALUATED, REWARD_MODEL_PATH=str(short))
+    return Learnt(result, digests, killed)
 
 
 def test_completions_become_shorter_and_the_scorer_stays_as_it_is(learnt: Learnt) -> None:
@@ -405,18 +408,11 @@ def test_eval_only_refuses_reward_model_as_the_first_function(short: Path, tmp_p
 
 
 def test_a_run_that_is_killed_and_resumed_ends_like_an_undisturbed_one(
-    short: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    learnt: Learnt, short: Path
 ) -> None:
-    """What a kill in the second step leaves is copied."""
-    env = {"REWARD_FN": "reward_correct,reward_model", "REWARD_WEIGHTS": "1,0.1", "STEPS": "3"}
-    env |= {"REWARD_MODEL_PATH": str(short), "EVAL_EVERY_STEPS": "2", "MAX_LENGTH_SAMPLE": "32"}
-    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
-    with monkeypatch.context() as patch:
-        copy_at_call(patch, train_grpo, "update_policy", 2, undisturbed, 1, killed)
-        assert run_here(undisturbed, train_grpo, DEMANDING | env).code == 0
-    resumed = run_here(killed, train_grpo, DEMANDING | env)
-    assert resumed.code == 0 and "resumed after 1 of 3 steps" in resumed.lines, resumed.errors
-    assert_same_run(undisturbed, killed, 3)
+    resumed = train(learnt.killed, **LEARNS | EVALUATED, REWARD_MODEL_PATH=str(short))
+    assert "resumed after 6 of 8 steps" in resumed.lines
+    assert_same_run(learnt.result.out, learnt.killed, 8)
 
 
 @pytest.mark.slow

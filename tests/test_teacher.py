@@ -314,7 +314,7 @@ def test_a_resumed_run_needs_the_same_teacher(teacher: Path, tmp_path: Path) -> 
 # ---- Runs ----------------------------------------------------------------------------------------
 
 SETTINGS = environment(
-    """BATCH_SIZE=32 NUM_PRE_Q=1 REWARD_COEF=0 TRAIN_MICRO_BATCH_SIZE=8 STEPS=10 REMAT=none
+    """BATCH_SIZE=16 NUM_PRE_Q=1 REWARD_COEF=0 TRAIN_MICRO_BATCH_SIZE=8 STEPS=10 REMAT=none
     LEARNING_RATE=1e-4 LR_SCHEDULE=constant WARMUP_RATIO=0 NUM_MINI_BATCHES=2 TOP_K=64
     EXPORT_HF=none"""
 )
@@ -340,7 +340,7 @@ def test_two_processes_with_four_devices_each_do_not_change_a_run(
     undisturbed: Result, teacher: Path, tmp_path: Path
 ) -> None:
     settings = SETTINGS | {"TEACHER_PATH": str(TINY), "MODEL_PATH": str(teacher), "STEPS": "3"}
-    settings |= {"MESH_SHAPE": "2,2,2", "BATCH_SIZE": "16", "TRAIN_MICRO_BATCH_SIZE": "4"}
+    settings |= {"MESH_SHAPE": "2,2,2", "BATCH_SIZE": "8", "TRAIN_MICRO_BATCH_SIZE": "4"}
     result, _ = train_two(tmp_path, 4, **settings)
     for name in ("train-other/loss", "train-other/reverse_kl"):
         ours, theirs = ([r[name] for r in x.records] for x in (result, undisturbed))

@@ -1,12 +1,12 @@
 """Claims about recipes/math_answers.py: what answers are right, in what time, and its questions."""
 
+import gc
 import hashlib
-import io
 import json
 import shlex
 import sys
 import time
-from contextlib import closing, redirect_stdout
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -140,36 +140,29 @@ def test_400_different_completions_are_judged_in_less_than_6_seconds() -> None:
     rights = [FORMS[i % n] for i in range(400)]
     answers = [FORMS[(i + i // n) % n] for i in range(400)]  # the first n are right
     texts = [rf"Case {i}. \boxed{{{answer}}}" for i, answer in enumerate(answers)]
-    start = time.process_time()
+    gc.freeze()  # a collection of all tests in this process would take seconds
+    start = time.thread_time()
     rewards = math_correct(texts, answer=rights, prompts=["?"] * 400)
-    assert time.process_time() - start < 6.0
+    assert time.thread_time() - start < 6.0
+    gc.unfreeze()
     assert rewards[:n] == [1.0] * n
     assert sum(rewards) == n + 1  # \frac 47 is \frac{4}7
 
 
-def write_easy_questions(folder: Path) -> list[str]:
-    """Runs the recipe, and returns the lines that it prints."""
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as output:
-        patch.setattr(sys, "argv", [str(FILE), str(folder)])
-        math_answers.main()
-    return output.getvalue().splitlines()
-
-
-def test_the_command_that_is_printed_trains_on_the_easy_questions(tmp_path: Path) -> None:
-    *settings, python, script = shlex.split(write_easy_questions(tmp_path / "a folder")[-1])
+def test_the_recipe_writes_equal_easy_questions_with_right_answers_and_prints_the_command_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(FILE), str(tmp_path / "a folder")])
+    math_answers.main()
+    *settings, python, script = shlex.split(capsys.readouterr().out.splitlines()[-1])
     assert (python, script) == ("python", "train_grpo.py")
     cfg = Config.from_env(dict(setting.split("=", 1) for setting in settings))
     assert cfg.reward_fn == f"{FILE}:math_correct"
-    assert [message["role"] for message in read_prefix_messages(cfg.system_prompt)][
-        -1
-    ] == "assistant"
+    assert read_prefix_messages(cfg.system_prompt)[-1]["role"] == "assistant"
     examples = load_examples(cfg.dataset, "", "train", cfg.question_column, cfg.answer_column)
     assert len(examples) == 160
 
-
-def test_the_easy_questions_are_always_the_same_and_their_answers_are_right(tmp_path: Path) -> None:
-    write_easy_questions(tmp_path)
-    files = sorted(tmp_path.iterdir())
+    files = sorted((tmp_path / "a folder").iterdir())
     digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files}
     assert digests == {"train.jsonl": "610655acb00c955e", "test.jsonl": "30b35b9a12b42a3a"}
     examples = [json.loads(line) for file in files for line in file.open(encoding="utf-8")]

@@ -30,7 +30,7 @@ from runs import (
     train_two,
 )
 from safetensors.numpy import load_file, save_file
-from small_model import train_layout
+from small_model import copy_tiny, tensor_shapes, train_layout, write_config
 
 import train_grpo
 from chat import ChatFormat
@@ -55,25 +55,22 @@ TINY = REPO / "tiny"
 def write_scorer_of_lengths(folder: Path) -> Path:
     """A reward model whose score is about 50 times the share of a text's tokens that begin a turn,
     so that it falls with the length: its attention is the mean over all tokens."""
-    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.jsonl"))
     D, V = 16, 576
-    sizes = {"hidden_size": D, "intermediate_size": D, "num_hidden_layers": 1, "head_dim": D}
-    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": V}
-    kind = {"architectures": ["LlamaForSequenceClassification"], "model_type": "llama"}
-    values = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "rope_theta": 1e4}
-    config = kind | sizes | heads | values | {"tie_word_embeddings": False}
-    (folder / "config.json").write_text(json.dumps(config))
-    layer = "model.layers.0."
-    names = [f"self_attn.{x}_proj.weight" for x in "qkvo"]
-    names += [f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")]
-    tensors = {layer + name: np.zeros((D, D), np.float32) for name in names}
-    norms = (f"{layer}input_layernorm", f"{layer}post_attention_layernorm", "model.norm")
-    tensors |= {f"{name}.weight": np.ones(D, np.float32) for name in norms}
-    embed, score = np.zeros((V, D), np.float32), np.zeros((1, D), np.float32)
+    config = dict.fromkeys(("hidden_size", "intermediate_size", "head_dim"), D)
+    ones = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    config |= dict.fromkeys(ones, 1) | {"vocab_size": V, "tie_word_embeddings": False}
+    config |= {"architectures": ["LlamaForSequenceClassification"], "model_type": "llama"}
+    config |= {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "rope_theta": 1e4}
+    write_config(copy_tiny(folder), config)
+    shapes = tensor_shapes(config)
+    tensors = {name: np.full(shapes[name], "norm" in name, np.float32) for name in shapes}
+    tensors["score.weight"] = tensors.pop("lm_head.weight")[:1]
     begin = hf.load_tokenizer(TINY).convert_tokens_to_ids("<|im_start|>")
-    embed[:, 0], embed[begin, 1], score[0, 2] = 1, 1, 50 / 8**0.5 / 4
-    tensors[layer + names[2]][2, 1] = tensors[layer + names[3]][2, 2] = 1  # of values, outputs
-    tensors |= {"model.embed_tokens.weight": embed, "score.weight": score}
+    tensors["model.embed_tokens.weight"][:, 0] = 1
+    tensors["model.embed_tokens.weight"][begin, 1] = 1
+    tensors["model.layers.0.self_attn.v_proj.weight"][2, 1] = 1
+    tensors["model.layers.0.self_attn.o_proj.weight"][2, 2] = 1
+    tensors["score.weight"][0, 2] = 50 / 8**0.5 / 4
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
 
@@ -337,7 +334,10 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_scorer_of_lengths(tmp_path_factory.mktemp("scorers") / "short")
 
 
-EVALUATED = environment("EVAL_EVERY_STEPS=8 EVAL_PROMPTS=8 SAMPLE_EVERY_STEPS=1 SAVE_EVERY_STEPS=6")
+MORE = environment(
+    """EVAL_EVERY_STEPS=8 EVAL_PROMPTS=8 SAMPLE_EVERY_STEPS=1 SAVE_EVERY_STEPS=6
+    NUM_MINI_BATCHES=2 DYNAMIC_SAMPLING=1 DYNAMIC_SAMPLING_MAX_ROUNDS=2"""
+)
 
 
 class Learnt(NamedTuple):
@@ -366,7 +366,7 @@ def learnt(short: Path, tmp_path_factory: pytest.TempPathFactory) -> Learnt:
         patch.setattr(train_grpo, "start", started)
         patch.setattr(train_grpo, "update_policy", updated)
         copy_at_call(patch, train_grpo, "update_policy", 7, out, 6, killed)
-        result = train(out, **LEARNS | EVALUATED, REWARD_MODEL_PATH=str(short))
+        result = train(out, **LEARNS | MORE, REWARD_MODEL_PATH=str(short))
     return Learnt(result, digests, killed)
 
 
@@ -410,7 +410,7 @@ def test_eval_only_refuses_reward_model_as_the_first_function(short: Path, tmp_p
 def test_a_run_that_is_killed_and_resumed_ends_like_an_undisturbed_one(
     learnt: Learnt, short: Path
 ) -> None:
-    resumed = train(learnt.killed, **LEARNS | EVALUATED, REWARD_MODEL_PATH=str(short))
+    resumed = train(learnt.killed, **LEARNS | MORE, REWARD_MODEL_PATH=str(short))
     assert "resumed after 6 of 8 steps" in resumed.lines
     assert_same_run(learnt.result.out, learnt.killed, 8)
 

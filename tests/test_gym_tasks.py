@@ -15,8 +15,6 @@ from runs import REPO, environment, run_as_user
 import rewards
 from rewards import RewardFunction, load_reward_functions
 
-# These draw with sets of texts, with a global generator of Python, and with one of NumPy.
-HARD_TO_REPEAT = ["ransom_note", "list_functions", "codeio"]
 TRIANGLE = "graph_color min_num_vertices=3 max_num_vertices=3 edge_probability=0.99 size=2"
 SLOW_TO_DRAW = {"knight_swap", "sokoban"}  # one item may take seconds
 pytestmark = pytest.mark.parity
@@ -52,7 +50,8 @@ def test_the_last_tenth_of_the_questions_is_held_out_and_each_question_is_there_
     assert (tmp_path / "prompt.txt").read_text(encoding="utf-8") == prompt
 
 
-@pytest.mark.parametrize("task", HARD_TO_REPEAT)
+# These draw with sets of texts, with a global generator of Python, and with one of NumPy.
+@pytest.mark.parametrize("task", ["ransom_note", "list_functions", "codeio"])
 def test_two_starts_write_the_same_bytes(task: str, tmp_path: Path, monkeypatch) -> None:
     written = []
     for seed in ("1", "2"):

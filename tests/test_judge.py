@@ -232,18 +232,11 @@ ANSWERS = {
     "0.5 out of 1": 0.5,
     "9/10": 0.9,
     "Score: 0/10": 0.0,
-    "Score: 11/10": None,
-    "Score: 0/0": None,
-    "Score: 8": None,
-    "Score: 8 out of": None,
-    "Score: 1/2/3": None,
-    "Score: 99999/99999": None,
-    "Score: 1.5": None,
-    "Score: -1": None,
-    "Score: 1%": None,
     "Of the 3 steps 1 is wrong: 2 * 3 = 5.": None,
     "": None,
 }
+NO_SCORES = "11/10;0/0;8;8 out of;1/2/3;99999/99999;1.5;-1;1%".split(";")
+ANSWERS |= {f"Score: {text}": None for text in NO_SCORES}
 
 
 def test_a_score_is_a_number_or_x_of_y_alone_in_its_line_and_the_rest_is_none_and_counted(
@@ -331,13 +324,17 @@ def test_a_text_that_the_endpoint_refuses_has_no_score_and_is_asked_again_in_a_l
 
 
 @pytest.mark.parametrize("status, refused", [(401, "2"), (403, "2"), (404, "2"), (400, "123")])
-def test_a_wrong_key_or_model_and_the_same_status_for_every_text_end_the_run(
+def test_a_wrong_key_or_model_and_the_same_status_for_every_text_end_the_run_at_once(
     status: int, refused: str, endpoint: Endpoint
 ) -> None:
-    endpoint.reply = lambda text, _: (status, "too large") if text in refused else "Score: 1"
+    """While other requests hang."""
+    endpoint.reply = lambda text, _: (status, "too large") if text in refused else endpoint.hang()
     line = rf"raised ConnectionError: JUDGE_URL=.*stand-in: HTTP Error {status}: .* b'too large'"
-    with loaded() as [judge], pytest.raises(UserMistake, match=line):
-        judge([*"1231"], **columns(4))
+    with loaded() as [judge]:
+        start = time.monotonic()
+        with pytest.raises(UserMistake, match=line):
+            judge([*"1231"], **columns(4))
+        assert time.monotonic() - start < 5
     assert {*refused} <= endpoint.asked.keys() and {*endpoint.asked.values()} == {1}
 
 
@@ -369,15 +366,6 @@ def test_a_request_that_keeps_failing_ends_the_call_in_a_line_and_the_other_answ
     with loaded(impatient(tmp_path)) as [judge]:
         assert judge(texts, **columns(400)) == [0.5] * 400
     assert len(endpoint.asked) == 400 - kept
-
-
-def test_a_failure_ends_the_call_at_once_while_other_requests_hang(endpoint: Endpoint) -> None:
-    endpoint.reply = lambda text, _: (401, "no") if text == "3" else endpoint.hang()
-    with loaded() as [judge]:
-        start = time.monotonic()
-        with pytest.raises(UserMistake, match="HTTP Error 401"):
-            judge([*"12345"], **columns(5))
-        assert time.monotonic() - start < 5
 
 
 TIMED_OUT = "TimeoutError: timed out"
@@ -589,6 +577,7 @@ MISTAKES = {
     "JUDGE_CONCURRENCY=many": "JUDGE_CONCURRENCY='many' is not a whole number of at least 1",
     "JUDGE_CONCURRENCY=0": "JUDGE_CONCURRENCY='0' is not a whole number of at least 1",
     "JUDGE_URL=http://127.0.0.1:9/v1": ":9/v1 JUDGE_MODEL=stand-in: URLError: ",
+    "JUDGE_URL=http://127.0.0.1:{silent}/v1": f":{{silent}}/v1 JUDGE_MODEL=stand-in: {TIMED_OUT}",
     "JUDGE_URL=127.0.0.1:9/v1": "unknown url type",
     "JUDGE_URL=http://user:secret@127.0.0.1:9/v1 JUDGE_MODEL=": HAS_AT,
     "JUDGE_URL=user:secret@127.0.0.1:9 JUDGE_MODEL=": HAS_AT,
@@ -599,26 +588,16 @@ MISTAKES = {
 def test_a_mistake_is_a_line_before_the_first_call_without_a_password(
     settings: str, endpoint: Endpoint, tmp_path: Path, monkeypatch, capfd
 ) -> None:
-    for name, value in environment(settings).items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserMistake) as error, loaded(impatient(tmp_path)):
-        pass
-    line = str(error.value)
-    assert MISTAKES[settings] in line and "\n" not in line and "secret" not in line
-    assert "".join(capfd.readouterr()) == ""
-
-
-def test_an_endpoint_that_never_answers_is_a_line_before_the_first_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = edited(tmp_path, ("WAITS_S[:1], 25)", "WAITS_S[:1], 0.1)"))
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        url = f"http://127.0.0.1:{server.getsockname()[1]}/v1"
-        monkeypatch.setenv("JUDGE_URL", url)
-        monkeypatch.setenv("JUDGE_MODEL", "stand-in")
+    file = edited(tmp_path, SHORT_WAITS, ("WAITS_S[:1], 25)", "WAITS_S[:1], 0.1)"))
+    with socket.create_server(("127.0.0.1", 0)) as server:  # it never answers
+        silent = server.getsockname()[1]
+        for name, value in environment(settings.format(silent=silent)).items():
+            monkeypatch.setenv(name, value)
         with pytest.raises(UserMistake) as error, loaded(file):
             pass
-    assert f": JUDGE_URL={url} JUDGE_MODEL=stand-in: TimeoutError: timed out" in str(error.value)
+    line = str(error.value)
+    assert MISTAKES[settings].format(silent=silent) in line
+    assert "\n" not in line and "secret" not in line and "".join(capfd.readouterr()) == ""
 
 
 # ---- A run ---------------------------------------------------------------------------------------

@@ -296,25 +296,16 @@ def gsm8k(solution_str, ground_truth, method="strict", format_score=0.0, score=1
 def every_column(completions, question, answer, completion_ids):
     return [float(t) for t in completions]
 """
-SIGNATURE_REWARDS = {  # of the completions "4" and "5"
-    "documented": [5.0, 6.0],
-    "by_keyword": [1.0, 2.0],
-    "everything": [8.0, 11.0],
-    "judge": [5.0, 7.0],
-    "scorer": [4.0, 6.0],
-    "wrapped_one": [5.0, 6.0],
-    "bare_one": [5.0, 6.0],
-    "positional": [8.0, 11.0],
-    "renamed": [4.0, 5.0],
-    "batched": [44.0, 75.0],
-    "of_two_lists": [1.0, 0.0],
-    "keywords_later": [4.0, 5.0],
-    "gsm8k": [1.0, 0.0],
-    "every_column": [4.0, 5.0],
-    "compute_score": [44.0, 75.0],
-    "cached_score": [44.0, 75.0],
-    "rated": [0.0, 1.0],
-    "rated_later": [0.0, 1.0],
+SIGNATURE_REWARDS = {  # of the completions "4" and "5": the functions that give them
+    (5, 6): "documented wrapped_one bare_one",
+    (1, 2): "by_keyword",
+    (8, 11): "everything positional",
+    (5, 7): "judge",
+    (4, 6): "scorer",
+    (4, 5): "renamed keywords_later every_column",
+    (44, 75): "batched compute_score cached_score",
+    (1, 0): "of_two_lists gsm8k",
+    (0, 1): "rated rated_later",
 }
 
 
@@ -329,11 +320,12 @@ def test_a_function_gets_trl_s_arguments_by_name_and_else_the_completions_first(
         "answer": ["4", "7"],
         "completion_ids": [[4], [5, 6]],
     }
-    sources = [f"{tmp_path}/mine.py:{name}" for name in ("logs", *SIGNATURE_REWARDS)]
+    expected = {name: [*x] for x, names in SIGNATURE_REWARDS.items() for name in names.split()}
+    sources = [f"{tmp_path}/mine.py:{name}" for name in ("logs", *expected)]
     with loaded(",".join(sources)) as functions:
         for more, logged in (({}, [None, None]), (state, [3.0, 20.0])):
             rewards = {f.name: f(["4", "5"], **columns, **more) for f in functions}
-            assert rewards == SIGNATURE_REWARDS | {"logs": logged}
+            assert rewards == expected | {"logs": logged}
 
 
 @pytest.mark.slow

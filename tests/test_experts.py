@@ -19,14 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from by_transformers import (
-    compare_with_transformers,
+    assert_same_gradients,
     decoded,
     golden,
     golden_batch,
     golden_folder,
+    golden_gradients,
     golden_logps,
 )
-from qwen35_by_hand import random_config
 from safetensors.numpy import load_file, save_file
 from small_model import FAMILIES, MODEL, in_rows, layout, tensors, train_layout, write_config
 
@@ -45,8 +45,6 @@ from update import compute_logps_and_entropies
 
 MODELS = ("qwen3_moe", "qwen3_moe_unnormed", "qwen35_moe")
 FORMS = ("dense", "blocks", "ragged")
-# torch's own product of experts has no odd sizes.
-EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
 def compute_of(model: ModelConfig, *mesh: int) -> ComputeConfig:
@@ -268,15 +266,7 @@ def test_packed_rows_have_transformers_logps_and_gradients(
         n = golden_batch(name).lengths[i]
         expected = golden_logps(name)[0, i, :n]
         np.testing.assert_allclose(logps[place, :n], expected, rtol=0, atol=5e-5)
-    expected = {
-        x.removeprefix("grad:").replace("model.language_model.", "model."): y
-        for x, y in golden(name).items()
-        if x.startswith("grad:")
-    }
-    ours = dict(hf.hf_tensors(grads, model))
-    assert ours.keys() == expected.keys()
-    for x, y in expected.items():
-        np.testing.assert_allclose(ours[x], y, rtol=0, atol=tolerance * np.abs(y).max(), err_msg=x)
+    assert_same_gradients(grads, model, golden_gradients(name), tolerance)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -307,67 +297,6 @@ def test_the_routing_tool_finds_transformers_experts_of_sampler_and_trainer(tmp_
         expected = np.sort(golden(name)["experts"][i][golden(name)["mask"][i] == 1][:-1])
         for found in (ours[i], theirs[place]):
             np.testing.assert_array_equal(found[: len(expected)], expected)
-
-
-def random_model(family: str, seed: int) -> Any:
-    """A random model of transformers, whose routers choose two experts or more: the router of one,
-    whose weight is 1, has no gradient but rounding."""
-    import torch
-    import transformers
-
-    config, rng = random_config(seed, experts=True), np.random.default_rng(seed)
-    if family == "qwen3_moe":
-        names = "hidden_size", "num_hidden_layers", "num_experts", "num_experts_per_tok"
-        names += "moe_intermediate_size", "head_dim"
-        sizes = rng.integers((20, 1, 5, 2, 5, 4), (50, 6, 12, 5, 30, 9)).tolist()
-        config = transformers.Qwen3MoeConfig(
-            **dict(zip(names, sizes, strict=True)) | {"head_dim": 2 * sizes[-1]},
-            vocab_size=50,
-            num_attention_heads=4,
-            num_key_value_heads=1 + seed % 2,
-            norm_topk_prob=seed != 3,
-            tie_word_embeddings=seed % 2 == 1,
-        )
-    torch.manual_seed(seed)
-    other = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **EAGER)
-    with torch.no_grad():
-        for name, x in other.named_parameters():
-            is_one = "norm" in name and (family == "qwen3_moe" or "linear_attn" in name)
-            scale = 1.0 if "embed" in name else 0.3 if x.ndim < 2 else x.shape[-1] ** -0.5
-            x.normal_(float(is_one), scale)
-    return other.eval()
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize(
-    "family, seed",
-    [("qwen3_moe", 0), ("qwen3_moe", 1), ("qwen3_moe", 3), ("qwen3_5_moe", 0), ("qwen3_5_moe", 1)],
-)
-def test_random_models_are_read_and_exported_in_both_layouts_as_transformers_computes_them(
-    family: str, seed: int, tmp_path: Path
-) -> None:
-    import torch
-    import transformers
-
-    other, tokens = random_model(family, seed), 130
-    ids = np.random.default_rng(seed).integers(0, 48, (1, tokens))
-    sources, exports = ([tmp_path / f"{x}{i}" for i in range(2)] for x in ("source", "export"))
-    for source in sources:
-        other.save_pretrained(source)
-    weights = in_other_layout(load_file(sources[1] / hf.WEIGHTS), other.config.num_experts)
-    save_file(weights, sources[1] / hf.WEIGHTS, metadata={"format": "pt"})
-    models = [*map(hf.read_config, sources)]
-    arguments = other, sources[0], ids, 2e-5, 1e-4
-    params, theirs = compare_with_transformers(*arguments)
-    same = hf.load_params(sources[1], models[1], train_layout(1, 1, 1).mesh, np.float32)
-    jax.tree.map(np.testing.assert_array_equal, same, params)
-    for source, model, export in zip(sources, models, exports, strict=True):
-        written = hf.hf_tensors(params, model)
-        hf.save_model(export, written, model, source, dtype=np.float32, stop_ids=[1])
-        assert load_file(export / hf.WEIGHTS).keys() == load_file(source / hf.WEIGHTS).keys()
-        opened = transformers.AutoModelForCausalLM.from_pretrained(export, **EAGER)
-        found = opened(input_ids=torch.tensor(ids)).logits.detach().numpy()
-        np.testing.assert_allclose(found, theirs, rtol=0, atol=1e-6 * np.abs(theirs).max())
 
 
 # ---- Sizes ---------------------------------------------------------------------------------------

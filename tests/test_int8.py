@@ -13,21 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from adapters import (
-    DRIFT,
-    FIELDS,
-    KL,
-    MODEL,
-    answers,
-    by_full_training,
-    gradient,
-    hidden_of,
-    merged_by_hand,
-    whole,
-)
+from adapters import DRIFT, FIELDS, KL, MODEL, answers, by_full_training, gradient, whole
 from runs import REPO, Result, environment, run_here, train, with_defaults
 from safetensors.numpy import load_file
-from small_model import QWEN2, write_folder
+from small_model import write_folder
 
 import train_grpo
 from config import Config
@@ -91,42 +80,27 @@ def test_a_product_and_the_gradient_of_its_input_are_those_of_the_rounded_matrix
 # ---- The model -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
-def test_hidden_states_are_those_of_the_rounded_weights(layer_loop: str) -> None:
-    params, rounded = in_int8()
-    expected = hidden_of(merged_by_hand(rounded), QWEN2)
-    most = np.abs(expected).max()
-    np.testing.assert_allclose(hidden_of(params, INT8, layer_loop), expected, atol=1e-5 * most)
-    assert np.abs(expected - hidden_of(merged_by_hand(whole()), QWEN2)).max() > 1e-3 * most
-
-
 @pytest.mark.parametrize(
-    "settings",
-    [{"layer_loop": "unroll", "micro": 4}, {"mesh": (2, 2, 2), "remat": "full"}],
+    "platform, settings",
+    [("gpu", {"layer_loop": "unroll", "micro": 4}), ("cpu", {"mesh": (2, 2, 2), "remat": "full"})],
     ids=str,
 )
-def test_gradients_of_adapters_are_those_on_the_rounded_base(settings: dict) -> None:
-    params, rounded = in_int8()
-    grads = gradient(params, INT8, **settings)
-    for name, expected in by_full_training(rounded).items():
-        for x, y in zip(getattr(grads.adapters, name), expected, strict=True):
-            np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * np.abs(y).max(), err_msg=name)
-
-
-def test_the_gradients_of_a_gpu_s_schedule_are_those_of_the_loop_over_pairs(
-    monkeypatch: pytest.MonkeyPatch,
+def test_gradients_of_adapters_are_those_on_the_rounded_base_by_the_schedule_of_any_platform(
+    monkeypatch: pytest.MonkeyPatch, platform: str, settings: dict
 ) -> None:
-    """Rows of 20 tokens in blocks of 4. The model is one of this test alone, since jax keeps
-    the programs of a model."""
-    monkeypatch.setattr(network, "SHORT_TOKENS", 0)
-    monkeypatch.setitem(blocks.BLOCK, "cpu", 4)
-    made = []
-    for platforms in (set(), {"cpu"}):
-        monkeypatch.setattr(blocks, "IN_ROUNDS", platforms)
+    """On a GPU rows of 20 tokens in blocks of 4. That model is one of this test alone, since jax
+    keeps the programs of a model."""
+    params, rounded = in_int8()
+    expected, model = by_full_training(rounded), INT8
+    if platform == "gpu":
+        monkeypatch.setattr(network, "SHORT_TOKENS", 0)
+        monkeypatch.setitem(blocks.BLOCK, "cpu", 4)
+        monkeypatch.setattr(blocks, "IN_ROUNDS", {"cpu"})
         model = dataclasses.replace(INT8, max_positions=INT8.max_positions + 1)
-        made.append(gradient(in_int8()[0], model, (2, 2, 2)))
-    for x, y in zip(*map(jax.tree.leaves, made), strict=True):
-        np.testing.assert_allclose(y, x, rtol=0, atol=1e-6 * np.abs(x).max())
+    grads = gradient(params, model, **settings)
+    for name, adapter in expected.items():
+        for x, y in zip(getattr(grads.adapters, name), adapter, strict=True):
+            np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * np.abs(y).max(), err_msg=name)
 
 
 def test_another_layout_has_the_same_int8_numbers() -> None:
@@ -199,8 +173,8 @@ def test_a_base_in_8_bits_counts_a_byte_for_each_of_its_numbers() -> None:
 def temporaries(
     monkeypatch: pytest.MonkeyPatch, folder: Path, base: str, slice_name: str, layer_loop: str
 ) -> float:
-    """The bytes of temporaries of micro_step with REMAT=none, for 8 layers of 0.94M numbers."""
-    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8}
+    """The bytes of temporaries of micro_step with REMAT=none, for 4 layers of 0.94M numbers."""
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
     config = json.loads((write_folder(folder, "qwen2") / "config.json").read_text())
     config |= sizes | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     (folder / "config.json").write_text(json.dumps(config))
@@ -211,11 +185,11 @@ def temporaries(
     planned = plan.make_plan(Config.from_env(env | {"BATCH_SIZE": "1"}), slice_name)
     planned = planned._replace(training=planned.training._replace(layer_loop=layer_loop))
     memory = plan.measure_memory(plan.list_programs(planned)["micro_step"], "micro_step")
-    assert base == "auto" or memory.arguments < 14 * 2**20, "the base itself has 8 bits"
+    assert base == "auto" or memory.arguments < 7 * 2**20, "the base itself has 8 bits"
     return memory.temporaries
 
 
-NUMBERS = 8 * 256 * (2 * 256 + 2 * 128 + 3 * 1024)
+NUMBERS = 4 * 256 * (2 * 256 + 2 * 128 + 3 * 1024)
 
 
 @pytest.mark.parametrize(

@@ -605,14 +605,26 @@ GEMMA_TEMPLATES = {
 GEMMA_TEMPLATES = {family: text + GEMMA_TURNS for family, text in GEMMA_TEMPLATES.items()}
 
 
-def write_gemma(folder: Path, family: str) -> Path:
-    """Writes a folder of the family with its chat template and the tokenizer in tiny/."""
-    shutil.copytree(
-        REPO / "tiny", folder, ignore=shutil.ignore_patterns("*.safetensors", "*.jsonl")
-    )
-    config = FAMILIES[family] | {"vocab_size": 576}
-    write_config(folder, config)
+def copy_tiny(folder: Path, **changes: dict[str, object]) -> Path:
+    """A copy of tiny/ with these changes of its config.json and tokenizer_config.json."""
+    shutil.copytree(REPO / "tiny", folder, ignore=shutil.ignore_patterns("*.jsonl"))
+    for name, changed in changes.items():
+        file = folder / f"{name}.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    return folder
+
+
+def write_folder_with_tokenizer(folder: Path, family: str, **changes: Any) -> Path:
+    """A folder of the family, with these changes, and with the tokenizer in tiny/."""
+    config = FAMILIES[family] | {"vocab_size": 576} | changes
+    write_config(copy_tiny(folder), config)
     save_file(tensors(config), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def write_gemma(folder: Path, family: str) -> Path:
+    """As the last one, with the chat template of the family."""
+    write_folder_with_tokenizer(folder, family)
     (folder / "chat_template.jinja").write_text(GEMMA_TEMPLATES[family])
     return folder
 
@@ -667,15 +679,6 @@ def write_goldens() -> None:
 
 if __name__ == "__main__":
     write_goldens()
-
-
-def copy_tiny(folder: Path, **changes: dict[str, object]) -> Path:
-    """A copy of tiny/ with these changes of its config.json and tokenizer_config.json."""
-    shutil.copytree(REPO / "tiny", folder, ignore=shutil.ignore_patterns("*.jsonl"))
-    for name, changed in changes.items():
-        file = folder / f"{name}.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | changed))
-    return folder
 
 
 def value_and_grad(

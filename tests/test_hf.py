@@ -26,6 +26,7 @@ from small_model import (
     transformers_logits,
     write_config,
     write_folder,
+    write_folder_with_tokenizer,
 )
 
 from chat import ChatFormat
@@ -37,7 +38,6 @@ from model.layout import make_mesh
 from model.params import (
     FULL,
     LINEAR,
-    Leaf,
     LinearSizes,
     Lora,
     ModelConfig,
@@ -390,15 +390,6 @@ def test_the_rows_of_a_fused_tensor_are_weights_of_their_own(
             jax.tree.map(np.testing.assert_array_equal, ours, quantize(part.T) if int8 else part.T)
 
 
-def test_the_rows_of_a_tensor_may_be_those_of_a_stack_of_matrices() -> None:
-    """Experts [experts, 2F, D] of which a weight has the rows from F on, transposed."""
-    tensor = np.arange(3 * 10 * 4).reshape(3, 10, 4)
-    up = Leaf((3, 4, 5), (None, None, None), "experts.gate_up_proj", True, first_row=5)
-    index = slice(1, 3), slice(0, 2), slice(2, 5)
-    part = hf.read_weight(up, {up.name: tensor}, up.name, index)
-    np.testing.assert_array_equal(part, tensor[1:3, 7:10, :2].swapaxes(1, 2))
-
-
 NORM = "model.norm.weight"
 CONFIG, TOKENIZER, WEIGHTS = "config.json", "tokenizer.json", "model.safetensors"
 
@@ -480,12 +471,10 @@ def test_a_tokenizer_may_have_a_few_tokens_more_than_the_model_has_rows(
 ) -> None:
     """Gemma 3 has one for images, and trainers add one for padding. Tokens far beyond the rows are
     of another model."""
-    folder = copy_tiny(tmp_path / "model")  # its tokenizer has 558 tokens
-    config = FAMILIES["gemma3"] | {"vocab_size": 558 - more}
-    write_config(folder, config)
-    save_file(tensors(config), folder / "model.safetensors")
+    rows = 558 - more  # the tokenizer has 558 tokens
+    folder = write_folder_with_tokenizer(tmp_path / "model", "gemma3", vocab_size=rows)
     if accepted:
-        assert hf.read_model(folder, "")[0].vocab_size == 558 - more
+        assert hf.read_model(folder, "")[0].vocab_size == rows
     else:
         refused(lambda: hf.read_model(folder, ""), "558 tokens", "they are of two models")
 
@@ -766,12 +755,9 @@ def check_as_llama_cpp(folder: Path) -> None:
     assert max(ids) < rows
 
 
-def folder_with_tokenizer(folder: Path, family: str) -> Path:
+def with_mtp(folder: Path, family: str) -> Path:
     """A folder of the family with the tokenizer in tiny/; those of Qwen3.5 also tell of MTP."""
-    config = FAMILIES[family] | {"vocab_size": 576} | (MTP if "qwen3_5" in family else {})
-    write_config(copy_tiny(folder), config)
-    save_file(tensors(config), folder / "model.safetensors", {"format": "pt"})
-    return folder
+    return write_folder_with_tokenizer(folder, family, **MTP if "qwen3_5" in family else {})
 
 
 @pytest.mark.parity
@@ -780,7 +766,7 @@ def test_transformers_opens_an_export_that_can_be_converted_and_gives_the_same_l
     tmp_path: Path, family: str
 ) -> None:
     pytest.importorskip("torch", reason="opens the folder with transformers' torch model")
-    source = folder_with_tokenizer(tmp_path / "source", family)
+    source = with_mtp(tmp_path / "source", family)
     target = exported(source, tmp_path / "ours")
     check_as_llama_cpp(target)
     np.testing.assert_array_equal(transformers_logits(target), transformers_logits(source))
@@ -798,7 +784,7 @@ def test_an_export_says_in_transformers_what_the_run_has_said_and_can_be_convert
     torch = pytest.importorskip("torch", reason="opens the folder with transformers' torch model")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder, out = folder_with_tokenizer(tmp_path / "model", family), tmp_path / "run"
+    folder, out = with_mtp(tmp_path / "model", family), tmp_path / "run"
     sizes = environment("BATCH_SIZE=2 NUM_PRE_Q=4 TRAIN_MICRO_BATCH_SIZE=8 LEARNING_RATE=1e-3")
     asked = environment("EVAL_EVERY_STEPS=1 EVAL_PROMPTS=8 MAX_LENGTH_SAMPLE=16 DTYPE=float32")
     train(out, MODEL_PATH=str(folder), **sizes | asked | environment(lora))

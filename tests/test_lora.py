@@ -84,12 +84,6 @@ def test_merging_says_which_share_of_the_numbers_it_has_changed() -> None:
     assert lora.merge_adapters(rounded, MODEL.lora)[1] < 0.01, "bfloat16 loses small changes"
 
 
-def test_only_the_targets_have_adapters() -> None:
-    model = dataclasses.replace(QWEN2, lora=Lora(2, 6.0, ("q_proj", "v_proj")))
-    adapters = init_params(model, jax.random.key(0)).adapters
-    assert [name for name in FIELDS if getattr(adapters, name) is not None] == ["wq", "wv"]
-
-
 # ---- The gradient --------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from adapters import ALL
 from safetensors.numpy import load_file, save_file
 from small_model import IDS, POSITIONS, train_layout, write_folder, write_gemma_with_images
 
@@ -26,7 +27,6 @@ torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
-ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TARGETS = {"qwen2": ALL, "llama3": ("q_proj", "v_proj", "down_proj"), "gemma3_with_images": ALL}
 FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 TARGETS["phi3"] = FUSED

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from by_transformers import (
+    EAGER,
     assert_same_gradients,
     decoded,
     golden,
@@ -375,6 +376,31 @@ def test_both_layouts_of_experts_are_read_and_exported_as_they_were(
     assert written.keys() == shorter.keys()
     for x, y in shorter.items():
         np.testing.assert_array_equal(written[x], y, err_msg=x)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("other_layout", [False, True])
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen35_moe"])
+def test_transformers_opens_exports_of_both_layouts(
+    tmp_path: Path, name: str, other_layout: bool
+) -> None:
+    import torch
+    import transformers
+
+    (tmp_path / "a").mkdir()
+    source = golden_folder(tmp_path / "a", name)
+    if other_layout:
+        weights = in_other_layout(load_file(source / hf.WEIGHTS), 8)
+        save_file(weights, source / hf.WEIGHTS, metadata={"format": "pt"})
+    model = hf.read_config(source)
+    params = hf.load_params(source, model, train_layout(1, 1, 1).mesh, np.float32)
+    export, tensors = tmp_path / "b", hf.hf_tensors(params, model)
+    hf.save_model(export, tensors, model, source, dtype=np.float32, stop_ids=[1])
+    opened = transformers.AutoModelForCausalLM.from_pretrained(export, **EAGER)
+    ids, mask = (torch.tensor(golden(name)[x]) for x in ("ids", "mask"))
+    logits = opened(input_ids=ids, attention_mask=mask).logits.detach().numpy()[mask == 1]
+    expected = golden(name)["logits"][mask == 1]
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
     assert hf.read_config(tmp_path / "b") == model
 
 

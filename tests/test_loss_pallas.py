@@ -111,36 +111,66 @@ def assert_relative(got: Gradients, expected: Gradients, tolerance: float) -> No
 # ---- The values ----------------------------------------------------------------------------------
 
 
+def random_support(ids: np.ndarray, V: int, U: int) -> np.ndarray:
+    """[..., U] ids of which the first is the sampled one, and some are -1."""
+    rng = np.random.default_rng(2)
+    rows = [rng.choice(V, U, replace=False) for _ in range(ids.size)]
+    support = np.stack(rows).astype(np.int32).reshape(*ids.shape, U)
+    is_unused = (support == ids[..., None]) | (rng.random(support.shape) < 0.3)
+    support[is_unused] = -1
+    support[..., 0] = ids
+    return support
+
+
+class Case(NamedTuple):
+    """Inputs of the log-probabilities. lead: the shape of the ids."""
+
+    lead: tuple[int, ...]
+    V: int
+    D: int = 64
+    temperature: float = 0.7
+    cap: float = 0.0
+    U: int = 0  # the size of a support; 0: all tokens
+    mesh: tuple[int, int, int] = (1, 1, 1)
+    tile_bytes: int = 1  # of jax; 1: tiles of 128 columns
+
+
+BY_BOTH = {
+    "a tile that is not full": Case((7,), V=17, D=896, temperature=1.0),
+    "nine tiles, the last of which reaches back": Case((129,), V=1027),
+    "a cap before the temperature": Case((129,), V=997, cap=1.3),
+    "devices with uneven tiles": Case((8, 37), V=1030, mesh=(2, 2, 2)),
+}
+BY_JAX = {
+    "a support": Case((8, 3), V=997, D=16, U=50),
+    "a support of a single tile": Case((8, 3), V=60, D=16, U=50, tile_bytes=2**28),
+    "a support on devices": Case((8, 3), V=1000, D=16, U=50, mesh=(2, 2, 2)),
+    "a support and a cap": Case((129,), V=997, U=50, cap=1.3),
+}
+CASES = [(name, impl) for name in BY_BOTH for impl in KERNELS] + [(name, "jax") for name in BY_JAX]
+
+
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("impl", ["jax", "pallas"])
-@pytest.mark.parametrize("n, V, D, temperature", [(7, 17, 896, 1.0), (129, 1027, 64, 0.6)])
+@pytest.mark.parametrize("name, impl", CASES)
 def test_values_and_gradients_are_those_of_numpy(
-    n: int, V: int, D: int, temperature: float, impl: str
+    name: str, impl: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Uneven tiles and blocks; with the gradient of the entropy and without."""
-    hidden, lm_head, ids = inputs(n, V=V, D=D)
-    lm_head *= 3 / math.sqrt(D)  # logits of std 3
-    run = program(KERNELS[impl], ids, temperature)
-    for cotangents in (random_cotangents(n), random_cotangents(n) * [[1], [0]]):
-        cotangents = np.float32(cotangents)
-        expected = numpy_gradients(hidden, lm_head, ids, cotangents, temperature)
-        assert_relative(run(hidden, lm_head, cotangents), expected, 1e-5)
-
-
-@pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("impl, with_support", [("jax", False), ("jax", True), ("pallas", False)])
-def test_logits_are_capped_before_the_temperature_and_before_what_pads_a_tile(
-    impl: str, with_support: bool
-) -> None:
-    """Two thirds of the logits of std 3 are above the cap."""
-    hidden, lm_head, ids = inputs(129, V=997, D=64)
-    lm_head *= 3 / math.sqrt(64)
-    support = random_support(ids, 997, U=50) if with_support else None
-    arguments = random_cotangents(129), 0.6, support, 1.3
-    cotangents, temperature, *_ = arguments
-    run = program(KERNELS[impl], ids, temperature, None, support, 1.3)
-    expected = numpy_gradients(hidden, lm_head, ids, *arguments)
-    assert_relative(run(hidden, lm_head, cotangents), expected, 1e-5)
+    """With the gradient of the entropy and without. Two thirds of the logits of std 3 are above the
+    cap. Some targets are on both sides of the border between two devices."""
+    case = (BY_BOTH | BY_JAX)[name]
+    monkeypatch.setattr("model.logps.LOGITS_TILE_BYTES", case.tile_bytes)
+    hidden, lm_head, ids = inputs(*case.lead, V=case.V, D=case.D)
+    lm_head *= 3 / math.sqrt(case.D)
+    at_border = ids.reshape(len(ids), -1)[:8, 0]
+    at_border[:] = case.V // 2 - 4 + np.arange(len(at_border))
+    support = random_support(ids, case.V, case.U) if case.U else None
+    mesh = train_layout(*case.mesh).mesh
+    run = program(KERNELS[impl], ids, case.temperature, mesh, support, case.cap)
+    for parts in ([[1], [1]], [[1], [0]]):
+        cotangents = random_cotangents(ids.size) * np.float32(parts)
+        arguments = cotangents.reshape(2, *case.lead), case.temperature, support, case.cap
+        expected = numpy_gradients(hidden, lm_head, ids, *arguments)
+        assert_relative(run(hidden, lm_head, arguments[0]), expected, 1e-5)
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -164,41 +194,6 @@ def test_bfloat16_operands_have_float32_logits_and_float32_sums(impl: str) -> No
     assert run(hidden, lm_head.astype(hidden.dtype), cotangents).grad_lm_head.dtype == jnp.bfloat16
 
 
-# ---- A support -----------------------------------------------------------------------------------
-
-
-def random_support(ids: np.ndarray, V: int, U: int) -> np.ndarray:
-    """[..., U] ids of which the first is the sampled one, and some are -1."""
-    rng = np.random.default_rng(2)
-    rows = [rng.choice(V, U, replace=False) for _ in range(ids.size)]
-    support = np.stack(rows).astype(np.int32).reshape(*ids.shape, U)
-    is_unused = (support == ids[..., None]) | (rng.random(support.shape) < 0.3)
-    support[is_unused] = -1
-    support[..., 0] = ids
-    return support
-
-
-@pytest.mark.parametrize(
-    "V, tile_bytes, mesh_shape",
-    [
-        (997, 1, (1, 1, 1)),  # tiles of 128 columns
-        (60, 2**28, (1, 1, 1)),  # all columns at once
-        (1000, 1, (2, 2, 2)),
-    ],
-    ids=str,
-)
-def test_with_a_support_values_and_gradients_are_those_of_its_tokens(
-    V: int, tile_bytes: int, mesh_shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("model.logps.LOGITS_TILE_BYTES", tile_bytes)
-    hidden, lm_head, ids = inputs(8, 3, V=V, D=16)
-    lm_head *= 0.3
-    support, cotangents = random_support(ids, V, U=50), random_cotangents(8, 3)
-    mesh = train_layout(*mesh_shape).mesh
-    got = program(None, ids, 0.7, mesh, support)(hidden, lm_head, cotangents)
-    assert_relative(got, numpy_gradients(hidden, lm_head, ids, cotangents, 0.7, support), 1e-5)
-
-
 def test_the_kernel_refuses_a_support() -> None:
     hidden, lm_head, ids = inputs(2, 3, V=7)
     with pytest.raises(ValueError, match="computes no support; jax does"):
@@ -218,21 +213,6 @@ def test_an_improbable_support_and_one_without_tokens_have_finite_gradients(
     cotangents = np.stack([np.ones((2, 3)), np.zeros((2, 3))])
     got = program(None, ids, 1.0, support=support)(hidden, lm_head[:, None], cotangents)
     assert all(np.isfinite(x).all() for x in got)
-
-
-# ---- On a mesh -----------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("impl", ["jax", "pallas"])
-def test_devices_do_what_one_does(impl: str) -> None:
-    """A device holds 515 words of the vocabulary, in uneven tiles."""
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("dp", "fsdp", "tp"))
-    hidden, lm_head, ids = inputs(8, 37, V=1030)
-    ids[:, 0] = 511 + np.arange(8)  # on both sides of the border
-    cotangents = random_cotangents(8, 37)
-    got = program(KERNELS[impl], ids, 0.7, mesh)(hidden, lm_head, cotangents)
-    assert_relative(got, numpy_gradients(hidden, lm_head, ids, cotangents, 0.7), 1e-5)
 
 
 WATCH = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)

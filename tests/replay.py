@@ -1,51 +1,24 @@
 """What passes through the updates of a run, and the metrics that the formulas of
 tests/test_replay_by_hand.py make of it."""
 
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import pytest
 from qwen35_by_hand import reference
-from runs import REPO, Result
-from safetensors.numpy import load_file
+from runs import REPO, Result, train
 from small_model import numpy_logits, numpy_softmax
 
 from model import hf
-from model.params import ModelConfig, Params, param_table
+from model.params import ModelConfig, Params
+from rows import Batch
 
 TINY = REPO / "tiny"
 MODEL = hf.read_config(TINY)
 K, STEPS, UPDATES = 4, 2, 4  # completions per prompt; steps; updates of a step
 BETA, EPS_LOW, EPS_HIGH, TEMPERATURE = 0.04, 0.01, 0.015, 1.4
-SAVING = """
-import os
-from pathlib import Path
-
-import jax
-import numpy as np
-from safetensors.numpy import save_file
-
-folder, counts = Path(os.environ["OUTPUT_DIR"]), [-1, 0]
-update_policy, train_on_mini_batch = train_grpo.update_policy, train_grpo.train_on_mini_batch
-
-def saving_policy(learner, state, batch, groups, lr):
-    step = counts[0] + 1
-    arrays = {name: x for name, x in batch._asdict().items() if isinstance(x, np.ndarray)}
-    prompts = {f"prompt{i}": np.array(prompt.ids) for i, prompt in enumerate(batch.prompts)}
-    counts[:] = step, 0
-    save_file(arrays | prompts, folder / f"step{step}.safetensors")
-    batch = batch._replace(decode_steps=np.arange(len(batch.lengths)))  # no update reads them
-    return update_policy(learner, state, batch, groups, lr)
-
-def saving_update(learner, state, mini_batch, lr):
-    weights = {str(i): np.array(x) for i, x in enumerate(jax.tree.leaves(state.params))}
-    weights["sequences"] = mini_batch.decode_steps
-    save_file(weights, folder / "weights{}_{}.safetensors".format(*counts))
-    counts[1] += 1
-    return train_on_mini_batch(learner, state, mini_batch, lr)
-
-train_grpo.update_policy, train_grpo.train_on_mini_batch = saving_policy, saving_update
-"""
 
 
 class Sequence(NamedTuple):
@@ -72,45 +45,62 @@ class Sequence(NamedTuple):
         return logps - np.log(np.exp(possible).sum(axis=1))
 
 
-class Saved:
-    """What the script has saved of a run, and what the run has recorded."""
+class Saved(NamedTuple):
+    """What a run has recorded, and what has passed through its updates."""
 
-    def __init__(self, result: Result, model: ModelConfig = MODEL) -> None:
-        self.result, self.model = result, model
-
-    def step(self, step: int) -> dict[str, np.ndarray]:
-        """The arrays and the prompts of a step."""
-        return load_file(self.result.out / f"step{step}.safetensors")
-
-    def weights(self, step: int, update: int) -> tuple[Params, np.ndarray]:
-        """Float64 weights before an update, and the numbers of the sequences it learns from."""
-        found = load_file(self.result.out / f"weights{step}_{update}.safetensors")
-        sequences = found.pop("sequences")
-        leaves = [found[str(i)].astype(np.float64) for i in range(len(found))]
-        return jax.tree.unflatten(jax.tree.structure(param_table(self.model)), leaves), sequences
+    result: Result
+    model: ModelConfig
+    batches: list[Batch]  # of each step
+    # Of each step those of its updates: float64 weights before the update, and the numbers of the
+    # sequences it learns from.
+    updates: list[list[tuple[Params, np.ndarray]]]
 
     def sequences(self, step: int) -> list[Sequence]:
-        x = self.step(step)
+        x = self.batches[step]
         return [
             Sequence(
-                x[f"prompt{i // K}"],
-                x["completion_ids"][i, :n],
-                x["sampled_mask"][i, :n] > 0,
-                x["support"][i, :n] if "support" in x else None,
-                x["sampling_logps"][i, :n].astype(np.float64),
-                float(x["advantages"][i]),
+                np.array(x.prompts[i // K].ids),
+                x.completion_ids[i, :n],
+                x.sampled_mask[i, :n] > 0,
+                None if x.support is None else x.support[i, :n],
+                x.sampling_logps[i, :n].astype(np.float64),
+                float(x.advantages[i]),
                 self.model,
             )
-            for i, n in enumerate(x["lengths"])
+            for i, n in enumerate(x.lengths)
         ]
+
+
+def saved_run(out: Path, script: Any, model: ModelConfig = MODEL, **env: str) -> Saved:
+    """A run in this process that saves what passes through two functions of its script, and changes
+    nothing. script: train_grpo."""
+    batches, updates = [], []
+    update_policy, train_on_mini_batch = script.update_policy, script.train_on_mini_batch
+
+    def saving_policy(learner: Any, state: Any, batch: Batch, *others: Any) -> Any:
+        batches.append(batch)
+        updates.append([])
+        numbers = np.arange(len(batch.lengths))
+        batch = batch._replace(decode_steps=numbers)  # no update reads them
+        return update_policy(learner, state, batch, *others)
+
+    def saving_update(learner: Any, state: Any, mini_batch: Batch, *others: Any) -> Any:
+        weights = jax.tree.map(lambda x: np.array(x, np.float64), state.params)
+        updates[-1].append((weights, mini_batch.decode_steps))
+        return train_on_mini_batch(learner, state, mini_batch, *others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "update_policy", saving_policy)
+        patch.setattr(script, "train_on_mini_batch", saving_update)
+        return Saved(train(out / "replay", **env), model, batches, updates)
 
 
 def update_by_hand(
     saved: Saved, step: int, update: int, weights: Params | None = None
 ) -> np.ndarray:
     """The metrics of an update, in the order of METRICS. weights: None means its own."""
-    (reference, _), (before, _) = saved.weights(0, 0), saved.weights(step, 0)
-    own, chosen = saved.weights(step, update)
+    reference, before = saved.updates[0][0][0], saved.updates[step][0][0]
+    own, chosen = saved.updates[step][update]
     sequences, columns = saved.sequences(step), []
     for sequence in (sequences[i] for i in chosen):
         old = sequence.scored(before)

@@ -1,7 +1,6 @@
 """Two steps of a real run, computed again by hand: rewards, advantages, entropy, clipping and KL.
 
-A script wraps two functions of train_grpo.py to save what passes through them, and changes nothing.
-The references are models in float64 numpy that see one unpadded sequence at a time. With
+The reference is a model in float64 numpy that sees one unpadded sequence at a time. With
 logps_u: by the weights before update u; old: by those before the step's first update; ref: by those
 before the run's first update; ratio = exp(logps_u - old); and A, the advantage of the sequence:
   reward     1.0 if the answer is right + 0.5 for the form + 0.125 for each tag that occurs once
@@ -18,8 +17,8 @@ import re
 
 import numpy as np
 import pytest
-from replay import BETA, EPS_HIGH, EPS_LOW, SAVING, STEPS, TEMPERATURE, TINY, K, Saved, by_hand
-from runs import environment, train
+from replay import BETA, EPS_HIGH, EPS_LOW, STEPS, TEMPERATURE, TINY, K, Saved, by_hand, saved_run
+from runs import environment
 from small_model import TINY_QWEN35
 from tokenizers import Tokenizer
 
@@ -30,9 +29,10 @@ from tools.bench import make_random_model
 SETTINGS = environment(
     f"""STEPS={STEPS} BATCH_SIZE=4 NUM_PRE_Q={K} NUM_MINI_BATCHES=2 PPO_EPOCHS=2
     TRAIN_MICRO_BATCH_SIZE=4 BETA={BETA} EPS_LOW={EPS_LOW} EPS_HIGH={EPS_HIGH}
-    TEMPERATURE={TEMPERATURE} LEARNING_RATE=1e-4 LR_SCHEDULE=constant WARMUP_RATIO=0
+    TEMPERATURE={TEMPERATURE} LEARNING_RATE=3e-4 LR_SCHEDULE=constant WARMUP_RATIO=0
     SAVE_EVERY_STEPS=0 EXPORT_HF=none"""
 )
+pytestmark = pytest.mark.slow  # test_turns.py has a run of Qwen2
 
 
 # ---- The steps by hand ---------------------------------------------------------------------------
@@ -47,20 +47,13 @@ def reward_of(text: str, answer: str) -> float:
     return float(given[-1:] == [right]) + 0.5 * bool(form) + 0.125 * sum(tags)
 
 
-@pytest.fixture(scope="module", params=["qwen2", pytest.param("qwen3_5", marks=pytest.mark.slow)])
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """The runs of the tiny model, and of a Qwen3.5 with random weights."""
-    runs, folder, settings = tmp_path_factory.mktemp("runs"), TINY, SETTINGS
-    if request.param == "qwen3_5":
-        folder = runs / "model"
-        make_random_model(TINY, folder, TINY_QWEN35 | {"num_hidden_layers": 4})
-        settings = SETTINGS | {"MODEL_PATH": str(folder), "LEARNING_RATE": "3e-4"}
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("update_policy", "train_on_mini_batch"):
-            patch.setattr(train_grpo, name, getattr(train_grpo, name))  # the first ones come back
-        patch.setenv("OUTPUT_DIR", str(runs / "replay"))
-        exec(SAVING, {"train_grpo": train_grpo})
-        return Saved(train(runs / "replay", **settings), hf.read_config(folder))
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """A run of a Qwen3.5 with random weights."""
+    runs = tmp_path_factory.mktemp("runs")
+    make_random_model(TINY, runs / "model", TINY_QWEN35 | {"num_hidden_layers": 4})
+    model = hf.read_config(runs / "model")
+    return saved_run(runs, train_grpo, model, MODEL_PATH=str(runs / "model"), **SETTINGS)
 
 
 # ---- They agree ----------------------------------------------------------------------------------

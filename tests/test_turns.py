@@ -25,17 +25,19 @@ from replay import (
     BETA,
     EPS_HIGH,
     EPS_LOW,
-    SAVING,
+    STEPS,
     TEMPERATURE,
     K,
     Saved,
     Sequence,
     by_hand,
+    saved_run,
     update_by_hand,
 )
-from runs import APPLES, REPO, environment, run_as_user_here, train
+from runs import APPLES, REPO, environment, run_as_user_here
 from small_model import GEMMA_TEMPLATES, NEVER, PAD, PROMPTS, QWEN2, layout
 
+import train_grpo
 from chat import ChatFormat
 from config import DEFAULT_TURNS, Config
 from data import Prompt, build_prompts, pad_prompts
@@ -131,9 +133,16 @@ def talk(run: Run, turns: list[list[str]], *, T: int = 200, K: int = 1, max_turn
     return Talk(prompts, completions, batch, script)
 
 
-def answer_of(environments: TurnEnvironments, sequence_id: int, turn: int, text: str) -> list[int]:
-    """The tokens of the environment's answer to one completion."""
-    [ids] = environments.answers([sequence_id], turn, [text])
+def begun(name: str, template: str = QWEN3) -> TurnEnvironments:
+    """An environment with a single episode."""
+    environments = opened(name, template)
+    environments.reset(1, [0], [{}], 1)
+    return environments
+
+
+def answer_of(environments: TurnEnvironments, text: str) -> list[int]:
+    """The tokens of the answer to the first turn of the completion 0."""
+    [ids] = environments.answers([0], 1, [text])
     return ids
 
 
@@ -288,56 +297,36 @@ def test_a_plan_has_the_programs_of_the_last_turn_which_has_the_longest_prompts(
 
 # ---- The end of an episode -----------------------------------------------------------------------
 
-MESSAGE = 18  # tokens of a message with "It is lower."
+MISSED, RIGHT, LOWER = "40<|im_end|>", "33<|im_end|>", user("It is lower.")
+CUT = "\n<|im_start|>user\nIt is lower.<|im_end|>"  # behind a stop token that nobody has drawn
+# The turns that the model would draw, and limits; the parts of the episode, of which every other
+# one is a message, whether it ended by itself, and its reward. The first turn has 3 tokens, and its
+# message has 18. Nothing would read the answers of tools in the last turn; TRL asks for none.
+ENDS = {
+    "no room for a message": ([MISSED, RIGHT], {"T": 3}, [MISSED], True, 0),
+    "room for a part of it": ([MISSED, RIGHT], {"T": 15}, [MISSED, CUT], False, 0),
+    "room for a message": ([MISSED, RIGHT], {"T": 21}, [MISSED, LOWER], False, 0),
+    "room for a token behind it": ([MISSED, RIGHT], {"T": 22}, [MISSED, LOWER, "3"], False, 0),
+    "no stop token": (["33 33", RIGHT], {"T": 5}, ["33 33"], False, 0),
+    "a turn that is heard": ([RIGHT], {"max_turns": 1}, [RIGHT], True, 1),
+    "a turn without an answer": ([MISSED, RIGHT], {"max_turns": 1}, [MISSED], True, 0),
+    "two turns": ([MISSED, RIGHT], {"max_turns": 2}, [MISSED, LOWER, RIGHT], True, 1),
+    "tools that are not used": ([CALLS], {"max_turns": 1}, [CALLS], True, 0),
+    "eight turns": ([MISSED] * 9, {"T": 400}, [*[MISSED, LOWER] * 7, MISSED], True, 0),
+}
 
 
-@pytest.mark.parametrize(
-    "room, goes_on", [(0, False), (12, False), (MESSAGE, False), (MESSAGE + 1, True)]
-)
-def test_a_message_that_leaves_no_room_ends_the_episode_cut_off_unless_nothing_of_it_fits(
-    room: int, goes_on: bool
+@pytest.mark.parametrize("turns, limits, parts, stopped, reward", ENDS.values(), ids=ENDS)
+def test_an_episode_ends_at_the_limits_of_tokens_and_turns(
+    turns: list[str], limits: dict[str, int], parts: list[str], stopped: bool, reward: float
 ) -> None:
-    """room: for tokens behind the first turn, which has three tokens. With room for 12 tokens the
-    message is cut behind its <|im_end|>, which nobody has drawn."""
-    turns = [["40<|im_end|>", "33<|im_end|>"]]
-    found = talk(run_of("Higher"), turns, T=3 + room)
-    message = ids_of(user("It is lower."))
-    assert len(message) == MESSAGE
-    ids = [*ids_of("40<|im_end|>"), *message, ids_of("33")[0]][: 3 + room]
-    assert found.completions.completion_ids[0].tolist() == ids
-    assert found.completions.sampled_mask[0].tolist() == ([1] * 3 + [0] * 18 + [1])[: 3 + room]
-    assert found.completions.lengths.tolist() == [3 + room]
-    assert found.batch.stopped.tolist() == [room == 0]
-    assert len(found.script.asked) == 1 + goes_on
-
-
-def test_a_turn_that_no_stop_token_ends_is_the_last_and_is_not_answered() -> None:
-    found = talk(run_of("Higher"), [["33 33", "33<|im_end|>"]], T=5)
-    assert found.parts(0) == [(1, "33 33")] and found.batch.stopped.tolist() == [False]
-    assert found.batch.rewards.tolist() == [0.0] and len(found.script.asked) == 1
-
-
-@pytest.mark.parametrize("most", [1, 2])
-def test_the_last_turn_of_max_turns_is_heard_but_not_answered(most: int) -> None:
-    """The environment rewards the guess of the last turn."""
-    turns = [["40<|im_end|>", "33<|im_end|>", "7<|im_end|>"], ["33<|im_end|>"]]
-    found = talk(run_of("Higher"), turns, max_turns=most)
-    first, last = (1, "40<|im_end|>"), (1, "33<|im_end|>")
-    expected = [first] if most == 1 else [first, (0, user("It is lower.")), last]
-    assert found.parts(0) == expected and found.parts(1) == [last]
-    assert found.batch.stopped.tolist() == [True, True]
-    assert found.batch.rewards.tolist() == [most - 1, 1]
-
-
-def test_tools_that_are_called_in_the_last_turn_of_max_turns_are_not_used() -> None:
-    """Nothing would read their answers, and TRL does not use them either."""
-    found = talk(run_of("Calculator", CHAT_TEMPLATE=QWEN3), [[CALLS]], max_turns=1)
-    assert found.parts(0) == [(1, CALLS)] and found.batch.rewards.tolist() == [0.0]
-
-
-def test_without_max_turns_an_environment_has_eight_turns() -> None:
-    found = talk(run_of("Higher"), [["40<|im_end|>"] * 9], T=400)
-    assert len(found.parts(0)) == 15 and found.batch.stopped.all()
+    run = run_of("Calculator", CHAT_TEMPLATE=QWEN3) if turns == [CALLS] else run_of("Higher")
+    found = talk(run, [turns], **limits)
+    assert found.parts(0) == [(1 - i % 2, part) for i, part in enumerate(parts)]
+    assert found.completions.lengths.tolist() == [sum(len(ids_of(part)) for part in parts)]
+    assert found.batch.stopped.tolist() == [stopped]
+    assert found.batch.rewards.tolist() == [reward]
+    assert len(found.script.asked) == len(parts[::2])
 
 
 def test_each_episode_has_a_new_object() -> None:
@@ -398,26 +387,6 @@ ANSWERS = {
 }
 
 
-@pytest.mark.parametrize("call, answer", ANSWERS.items())
-def test_a_call_is_answered_with_what_the_tool_returns_or_with_its_error(
-    call: str, answer: str
-) -> None:
-    calculator = opened("Calculator", QWEN3)
-    calculator.reset(1, [0], [{}], 1)
-    message = text_of(answer_of(calculator, 0, 1, f"<tool_call>\n{call}\n</tool_call>"))
-    assert f"<tool_response>\n{answer}" in message
-    assert calculator.get_reward([""], [0]) == [5 * (answer == ADD)]
-
-
-def test_a_closing_tag_within_a_text_of_a_call_does_not_close_it() -> None:
-    written = call_of("run", r'{"code": "print(\"</tool_call>\")  # {"}')
-    text = f"<tool_call>\n{written}\n</tool_call> Then <tool_call>{written} </tool_call>."
-    assert tool_calls(text) == [written] * 2
-    assert tool_calls(f"<tool_call>{written[:-3]}</tool_call>") == [written.partition("</")[0]]
-    deep = "[" * 100_000  # more than a parser of JSON takes
-    assert tool_calls(f"<tool_call>{deep}</tool_call>") == [deep]
-
-
 TYPED = {  # a value as JSON, or as the text of a parameter: what the tool gets
     ("text", "12345", "12345"): "('12345', 0, 0.0, False, (), 0)",
     ("text", "true", "true"): "('true', 0, 0.0, False, (), 0)",
@@ -448,29 +417,45 @@ TYPED = {  # a value as JSON, or as the text of a parameter: what the tool gets
 }
 
 
+@pytest.mark.parametrize("call, answer", ANSWERS.items())
+def test_a_call_is_answered_with_what_the_tool_returns_or_with_its_error(
+    call: str, answer: str
+) -> None:
+    calculator = begun("Calculator")
+    message = text_of(answer_of(calculator, f"<tool_call>\n{call}\n</tool_call>"))
+    assert f"<tool_response>\n{answer}" in message
+    assert calculator.get_reward([""], [0]) == [5 * (answer == ADD)]
+
+
 @pytest.mark.parametrize("written, answer", TYPED.items())
 def test_a_tool_gets_values_of_its_annotated_types_or_the_policy_an_error(
     written: tuple[str, str, str | None], answer: str
 ) -> None:
-    typed = opened("Typed", QWEN3)
-    typed.reset(1, [0], [{}], 1)
-    name, as_json, as_text = written
+    typed, (name, as_json, as_text) = begun("Typed"), written
     calls = [call_of("show", f'{{"{name}": {as_json}}}')]
     calls += [] if as_text is None else [xml_call("show", **{name: as_text})]
     for call in calls:
-        message = text_of(answer_of(typed, 0, 1, f"<tool_call>\n{call}\n</tool_call>"))
+        message = text_of(answer_of(typed, f"<tool_call>\n{call}\n</tool_call>"))
         assert f"<tool_response>\n{answer}" in message
+
+
+def test_a_closing_tag_within_a_text_of_a_call_does_not_close_it() -> None:
+    written = call_of("run", r'{"code": "print(\"</tool_call>\")  # {"}')
+    text = f"<tool_call>\n{written}\n</tool_call> Then <tool_call>{written} </tool_call>."
+    assert tool_calls(text) == [written] * 2
+    assert tool_calls(f"<tool_call>{written[:-3]}</tool_call>") == [written.partition("</")[0]]
+    deep = "[" * 100_000  # more than a parser of JSON takes
+    assert tool_calls(f"<tool_call>{deep}</tool_call>") == [deep]
 
 
 @pytest.mark.parametrize("call", [call_of("add", '{"number": 5}'), xml_call("add", number="5")])
 def test_a_complete_call_without_its_closing_tag_is_answered_with_what_is_missing(
     call: str,
 ) -> None:
-    calculator = opened("Calculator", QWEN3)
-    calculator.reset(1, [0], [{}], 1)
+    calculator = begun("Calculator")
     closed = f"<tool_call>{call}</tool_call>"
     for text in (f"<tool_call>\n{call}", f"<tool_call>{call}\nI wait."):
-        message = text_of(answer_of(calculator, 0, 1, closed + text))
+        message = text_of(answer_of(calculator, closed + text))
         missing = "error: ValueError: the call has no closing </tool_call>"
         assert message.count("<tool_response>\n") == 2 and missing in message
     assert calculator.get_reward([""], [0]) == [10]  # of the closed calls
@@ -480,24 +465,22 @@ def test_a_complete_call_without_its_closing_tag_is_answered_with_what_is_missin
 
 def test_control_tokens_in_the_answer_of_an_environment_are_its_characters(tmp_path: Path) -> None:
     """Tokens of the answer 1<|im_end|>2 alone: those that spell <|im_end|> between 1 and 2."""
-    calculator = opened("Calculator", QWEN3)
-    calculator.reset(1, [0], [{}], 1)
+    calculator = begun("Calculator")
     code = "raise ValueError('1<|im_end|>2\\n<|im_start|>assistant\\nI won.')"
     calls = f"<tool_call>{call_of('roll', '{}')}</tool_call><tool_call>{xml_call('run', code=code)}"
-    ids = answer_of(calculator, 0, 1, f"{calls}</tool_call>")
+    ids = answer_of(calculator, f"{calls}</tool_call>")
     error = "error: ValueError: 1<|im_end|>2\n<|im_start|>assistant\nI won."
     assert error in text_of(ids)
     # The control tokens are those of a message without these texts.
-    plain = answer_of(calculator, 0, 1, f"<tool_call>{call_of('roll', '{}')}</tool_call>" * 2)
+    plain = answer_of(calculator, f"<tool_call>{call_of('roll', '{}')}</tool_call>" * 2)
     control = [END, TOKENIZER.token_to_id("<|im_start|>")]
     assert [i for i in ids if i in control] == [i for i in plain if i in control] != []
     # A template may leave out a part of an answer.
     cuts = Path(QWEN3).read_text().replace("{{ content }}", "{{ content.split('CUT')[-1] }}")
     (tmp_path / "cuts.jinja").write_text(cuts)
-    cutting = opened("Calculator", str(tmp_path / "cuts.jinja"))
-    cutting.reset(1, [0], [{}], 1)
+    cutting = begun("Calculator", str(tmp_path / "cuts.jinja"))
     cut = xml_call("run", code="raise ValueError('<|im_end|>CUT<|im_start|>')")
-    message = text_of(answer_of(cutting, 0, 1, f"<tool_call>{cut}</tool_call>"))
+    message = text_of(answer_of(cutting, f"<tool_call>{cut}</tool_call>"))
     assert "<tool_response>\n<|im_start|>\n</tool_response>" in message
 
 
@@ -519,7 +502,7 @@ def test_arguments_of_the_template_hold_for_the_model_s_later_turns() -> None:
     higher.reset(1, [0], [{"answer": "#### 5"}], 1)
     no_thought = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     message = f"\n<|im_start|>user\nIt is higher.<|im_end|>\n{no_thought}"
-    assert text_of(answer_of(higher, 0, 1, "3")) == message
+    assert text_of(answer_of(higher, "3")) == message
 
 
 def test_the_text_of_reset_stands_behind_the_last_message_of_a_list() -> None:
@@ -541,8 +524,8 @@ def rolls(seed: int, round_number: int, number: int, turn: int) -> tuple[str, st
     """What the dice of a completion say in a turn, after a round has begun with 16 completions."""
     dice = opened("Dice", seed=seed)
     dice.reset(round_number, range(16), [{}] * 16, 4)
-    message = text_of(answer_of(dice, number, turn, ""))
-    return re.search(r"user\n (\d+) (\d+)<", message).groups()
+    [ids] = dice.answers([number], turn, [""])
+    return re.search(r"user\n (\d+) (\d+)<", text_of(ids)).groups()
 
 
 def test_random_numbers_follow_from_the_seed_the_round_the_completion_and_the_turn() -> None:
@@ -554,10 +537,9 @@ def test_random_numbers_follow_from_the_seed_the_round_the_completion_and_the_tu
 
 
 def test_each_call_of_a_turn_has_random_numbers_of_its_own() -> None:
-    calculator = opened("Calculator", QWEN3)
-    calculator.reset(1, [0], [{}], 1)
+    calculator = begun("Calculator")
     calls = f"<tool_call>{call_of('roll', '{}')}</tool_call>" * 2
-    said = [text_of(answer_of(calculator, 0, 1, calls)) for _ in range(2)]
+    said = [text_of(answer_of(calculator, calls)) for _ in range(2)]
     assert said[0] == said[1], "the seed is set before each call"
     assert len(set(re.findall(r"\d+", said[0]))) == 4
 
@@ -719,8 +701,6 @@ GLM_FORM = [
 {% endfor %}""",
 ]
 NO_FORM = ["as you like", ""]
-
-
 OTHER_KEY = [JSON_FORM[0], JSON_FORM[1].replace("arguments", "parameters", 1)]
 FORMS = [
     (XML_FORM, True, ""),
@@ -827,7 +807,7 @@ def test_an_environment_that_fails_in_an_episode_is_told_in_a_line(bad, name, wo
 
 RATE = 0.05
 SETTINGS = environment(
-    f"""ENVIRONMENT_CLASS={GAMES}:Echo MAX_TURNS=3 MAX_LENGTH_SAMPLE=128 STEPS=1
+    f"""ENVIRONMENT_CLASS={GAMES}:Echo MAX_TURNS=3 MAX_LENGTH_SAMPLE=128 STEPS={STEPS}
     REWARD_FN={GAMES}:texts_heard,reward_format REWARD_WEIGHTS=0,0,2 BATCH_SIZE=4 NUM_PRE_Q={K}
     TRAIN_MICRO_BATCH_SIZE=8 NUM_MINI_BATCHES=2 PPO_EPOCHS=2 BETA={BETA} TOP_K=20
     EPS_LOW={EPS_LOW} EPS_HIGH={EPS_HIGH} TEMPERATURE={TEMPERATURE}
@@ -853,8 +833,7 @@ It is lower.<|im_end|>
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    out = tmp_path_factory.mktemp("runs") / "step"
-    return Saved(train(out, 2, SAVING, **SETTINGS))
+    return saved_run(tmp_path_factory.mktemp("runs"), train_grpo, **SETTINGS)
 
 
 def parts_of(sequence: Sequence) -> list[tuple[bool, list[int]]]:
@@ -885,7 +864,7 @@ def test_every_message_of_a_run_answers_the_turn_before_it_and_follows_from_its_
         turns.append(len(replies))
         rewards.append(2 * echo.get_reward())
     assert {(1, True), (2, True), (3, False)} <= endings  # some end by themselves
-    assert saved.step(0)["rewards"].tolist() == rewards
+    assert saved.batches[0].rewards.tolist() == rewards
     drawn = [sequence.drawn.sum() for sequence in saved.sequences(0)]
     lengths = [len(sequence.ids) for sequence in saved.sequences(0)]
     expected = {
@@ -906,17 +885,19 @@ def test_every_message_of_a_run_answers_the_turn_before_it_and_follows_from_its_
     assert 1.5 * sum(drawn) < tokens < 2.5 * sum(drawn), "of two rounds, without messages"
 
 
-def test_the_loss_of_a_step_counts_the_drawn_tokens_alone(saved: Saved) -> None:
-    expected = by_hand(saved, 0)
-    found = {name: saved.result.records[0][f"train-other/{name}"] for name in expected}
+@pytest.mark.parametrize("step", range(STEPS))
+def test_the_loss_of_a_step_counts_the_drawn_tokens_alone(saved: Saved, step: int) -> None:
+    expected, record = by_hand(saved, step), saved.result.records[step]
+    found = {name: record[f"train-other/{name}"] for name in expected}
     assert found == pytest.approx(expected, rel=1e-4, abs=2e-6)
+    assert min(expected[f"clip_ratio/{name}_mean"] for name in ("low", "high")) > 0.005
     assert expected["kl"] > 0.01 < abs(expected["loss"])
     assert expected["sampling_logp_difference/mean"] < 2e-6  # as in a single turn
 
 
 def test_the_gradient_of_a_step_is_that_of_the_drawn_tokens(saved: Saved) -> None:
     """The second update has moved along its gradient, whose size is the slope of the loss there."""
-    (before, _), (after, _) = saved.weights(0, 1), saved.weights(0, 2)
+    (before, _), (after, _) = saved.updates[0][1:3]
     moved = jax.tree.map(lambda x, y: (x - y) / RATE, before, after)
     size = math.sqrt(sum((x**2).sum() for x in jax.tree.leaves(moved)))
 

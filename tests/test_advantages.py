@@ -71,27 +71,26 @@ def advantages_of(function_rewards: np.ndarray, weights: Any, K: int, how: str) 
         ([1, 0, 0, 0, 1, 1, 1, 0], 4, "maxrl", MAXRL),
         ([2, NAN, 1, 0], 4, "maxrl", [1 / 1.000001, 0, 0, -1 / 1.000001]),
         ([0, 0, 0, 0, 1, 1, 1, 1], 4, "maxrl", [0] * 8),
+        # Groups (1, 0), (0, 0) scale to +-.5/.7072068, 0; (0, 4), (3, 1) to -+2/2.8285271,
+        # +-1/1.4143. Weighted by 1 and 1/2 they are +-.3534659, +-.3535284, of std 0.4081833.
+        (
+            [[1, 0], [0, 4], [0, 3], [0, 1]],
+            2,
+            "gdpo",
+            [0.8657368, -0.8657368, 0.8658898, -0.8658898],
+        ),
+        # The second function skips completion 1, so that completion 0 has nothing to compare to.
+        # Completion 3 has no reward. +-.7070068, 0 have a std of .7070068.
+        ([[1, 0], [0, NAN], [0, 3], [NAN, NAN]], 2, "gdpo", [0.9998586, -0.9998586, 0, 0]),
     ],
 )
 def test_advantages_by_hand(rewards: list, K: int, how: str, expected: list) -> None:
-    advantages = advantages_of(np.array(rewards, float)[:, None], [1.0], K, how)
+    """A second reward function, of gdpo, has the weight 1/2."""
+    function_rewards = np.array(rewards, float).reshape(len(rewards), -1)
+    weights = [1.0, 0.5][: function_rewards.shape[1]]
+    advantages = advantages_of(function_rewards, weights, K, how)
     np.testing.assert_allclose(advantages, expected, atol=1e-7)
     assert advantages.shape == (len(rewards),) and advantages.dtype == np.float64
-
-
-def test_gdpo_by_hand() -> None:
-    """Groups (1, 0), (0, 0) scale to +-.5/.7072068, 0; (0, 4), (3, 1) to -+2/2.8285271, +-1/1.4143.
-
-    Weighted by 1 and 1/2 they are +-.3534659, +-.3535284, of std 0.4081833.
-    """
-    advantages = advantages_of(np.array([[1, 0], [0, 4], [0, 3], [0, 1.0]]), [1, 0.5], 2, "gdpo")
-    expected = [0.8657368, -0.8657368, 0.8658898, -0.8658898]
-    np.testing.assert_allclose(advantages, expected, rtol=1e-6)
-    # The second function skips completion 1, so that completion 0 has nothing to compare to.
-    # Completion 3 has no reward. +-.7070068, 0 have a std of .7070068.
-    function_rewards = np.array([[1, 0], [0, NAN], [0, 3], [NAN, NAN]])
-    advantages = advantages_of(function_rewards, [1, 0.5], 2, "gdpo")
-    np.testing.assert_allclose(advantages, [0.9998586, -0.9998586, 0, 0], rtol=1e-6)
 
 
 @pytest.mark.parametrize("value", [0.7, 0.1, 1.0, -0.3, 1e6 + 0.1])

@@ -93,10 +93,18 @@ def settings(folder: Path, model: str, **more: str) -> dict[str, str]:
     return SETTINGS | reward | paths | more
 
 
+# The models and settings of runs on one device.
+RUNS = {
+    "short": ("qwen2", {}),
+    "long": ("qwen3", {"MAX_LENGTH_SAMPLE": "60"}),
+    "adapters": ("qwen2", {"LORA_RANK": "4", "LEARNING_RATE": "3e-2"}),
+}
+
+
 @functools.cache
-def engine_run(folder: Path, model: str, tokens: str) -> Result:
-    given = settings(folder, model, MAX_LENGTH_SAMPLE=tokens)
-    return train(folder / f"{model}_engine", **given, **ENGINE)
+def engine_run(folder: Path, name: str) -> Result:
+    model, more = RUNS[name]
+    return train(folder / f"{name}_engine", **settings(folder, model, **more), **ENGINE)
 
 
 def assert_same(ours: Result, theirs: Result, bound: float = 1e-4) -> None:
@@ -109,24 +117,17 @@ def assert_same(ours: Result, theirs: Result, bound: float = 1e-4) -> None:
         )
 
 
-@pytest.mark.parametrize("model, tokens", [("qwen2", "12"), ("qwen3", "60")])
-def test_a_run_with_the_engine_is_the_run_without_it(folder, model, tokens) -> None:
-    ours = engine_run(folder, model, tokens)
-    theirs = train(
-        folder / f"{model}_naive", here=False, **settings(folder, model, MAX_LENGTH_SAMPLE=tokens)
-    )
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_with_the_engine_is_the_run_without_it(folder, name) -> None:
+    """Also with adapters, which it merges."""
+    ours, (model, more) = engine_run(folder, name), RUNS[name]
+    theirs = train(folder / f"{name}_naive", here=False, **settings(folder, model, **more))
     assert sum(DRIFT in record for record in ours.records) == 3
     assert_same(ours, theirs)
     assert "\nrollout.backend: sglang_jax\n" in ours.lines
     assert ours.errors == ""
-
-
-def test_the_engine_samples_with_merged_adapters(folder) -> None:
-    given = settings(folder, "qwen2", LORA_RANK="4", LEARNING_RATE="3e-2")
-    ours = train(folder / "lora_engine", **given, **ENGINE)
-    assert_same(ours, train(folder / "lora_naive", here=False, **given))
     shares = re.findall(r"\nsglang_jax merged adapters of rank 4: (\S+)% of", ours.lines)
-    assert float(shares[0]) == 0 and float(shares[-1]) > 90
+    assert name != "adapters" or (float(shares[0]) == 0 and float(shares[-1]) > 90)
 
 
 def test_two_devices_share_the_engine_and_the_filters_are_those_of_naive(folder) -> None:
@@ -158,12 +159,12 @@ def test_a_run_with_the_engine_that_is_stopped_and_killed_ends_like_the_undistur
     second.kill()
     second.communicate()
     assert finish(start(out, given | ENGINE, 1), out).code == 0
-    assert metric_records(out) == metric_records(engine_run(folder, "qwen2", "12").out)
+    assert metric_records(out) == metric_records(engine_run(folder, "short").out)
 
 
-# Prints how many bytes come and go with a pass of the engine.
-FACTS = """
-import json, os
+# Prints how many bytes come and go with two passes of the engine. The third pass fails.
+PASSES = """
+import contextlib, json, os
 import jax, numpy as np
 import data, startup
 from config import Config
@@ -175,7 +176,6 @@ if "OVERLAP" in os.environ:
     overlapping = {"disable_overlap_schedule": False}
     sglang.engine_arguments = lambda *given: arguments(*given) | overlapping
 run, lifecycle, backend, training, _ = startup.start(cfg)
-facts = {}
 ids = [prompt.ids for prompt in run.train_prompts[:2]]
 prompts = data.pad_prompts(ids, 96, run.rollout.stopping.pad_id)
 def held():
@@ -187,41 +187,30 @@ def sample():
     backend.generate(*prompts, ids, jax.random.key(0), sampling)
     backend.release()
     return with_weights - held()
-facts["first"], facts["second"] = sample(), sample()
-if "BREAK" in os.environ:
+with contextlib.closing(backend):
+    print(json.dumps([sample(), sample()]), flush=True)
     backend._runner.forward = lambda *a, **k: 1 / 0  # in another thread with OVERLAP
-    with __import__("contextlib").closing(backend):
-        sample()
-backend.close()
-print(json.dumps(facts))
+    sample()
 """
 
 
-def in_a_process(folder: Path, **more: str) -> subprocess.CompletedProcess:
+@pytest.mark.parametrize("more", [{}, {"OVERLAP": "1"}], ids=["one thread", "overlapping"])
+def test_memory_of_the_engine_is_free_after_a_pass_and_its_exception_ends_the_run(
+    folder, more
+) -> None:
+    """The schedule of a TPU computes in another thread than that of the scheduler."""
     env = settings(folder, "qwen2") | ENGINE | more | {"PYTHONPATH": str(REPO)}
     env |= {"RECORD_TO": os.devnull, "JAX_PLATFORMS": "cpu"}
-    env["OUTPUT_DIR"] = str(folder / "facts")
-    keep = {name: os.environ[name] for name in ("PATH", "HOME", "JAX_COMPILATION_CACHE_DIR")}
-    command = [sys.executable, "-c", FACTS]
-    return subprocess.run(command, env=keep | env, cwd=folder, capture_output=True, text=True)
-
-
-def test_the_memory_of_the_engine_is_free_while_the_trainer_learns(folder) -> None:
-    done = in_a_process(folder)
-    assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout.splitlines()[-1])
-    # Each time the weights, and keys and values, come and go.
-    weights = 4 * num_params(hf.read_config(folder / "qwen2"))
-    assert min(facts["first"], facts["second"]) > weights
-
-
-@pytest.mark.parametrize("more", [{}, {"OVERLAP": "1"}], ids=["one thread", "overlapping"])
-def test_an_exception_in_the_engine_ends_the_run_with_its_traceback(folder, more) -> None:
-    """The schedule of a TPU computes in another thread than that of the scheduler."""
-    done = in_a_process(folder, BREAK="1", **more)
+    env["OUTPUT_DIR"] = str(folder / "passes")
+    env |= {name: os.environ[name] for name in ("PATH", "HOME", "JAX_COMPILATION_CACHE_DIR")}
+    command = [sys.executable, "-c", PASSES]
+    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 1
     assert re.search(r"EngineFailed: (Scheduler|ModelWorkerClient) hit an exception", done.stderr)
     assert "ZeroDivisionError: division by zero" in done.stderr
+    # Each time the weights, and keys and values, come and go.
+    freed = json.loads(done.stdout.splitlines()[-1])
+    assert len(freed) == 2 and min(freed) > 4 * num_params(hf.read_config(folder / "qwen2"))
 
 
 # ---- An engine in each of two processes ----------------------------------------------------------
@@ -232,15 +221,11 @@ def two_engines(folder) -> list[Result]:
     return train_two(folder / "two", 1, **settings(folder, "qwen2", BATCH_SIZE="1"), **ENGINE)
 
 
-def test_the_engines_of_two_processes_sample_what_naive_samples_there_and_what_one_engine_does(
-    folder, two_engines
-) -> None:
-    given = settings(folder, "qwen2", BATCH_SIZE="1")
-    for ours, theirs in zip(two_engines, train_two(folder / "two_naive", 1, **given), strict=True):
-        assert len(ours.completions) == 3 * 4 + 3 * 4  # of three steps and three evaluations
-        assert_same(ours, theirs)
-        assert ours.errors == ""
-    [first, second], one = two_engines, engine_run(folder, "qwen2", "12")
+def test_the_engines_of_two_processes_sample_what_one_engine_does(folder, two_engines) -> None:
+    [first, second], one = two_engines, engine_run(folder, "short")
+    for result in two_engines:
+        assert len(result.completions) == 3 * 4 + 3 * 4  # of three steps and three evaluations
+        assert result.errors == ""
     assert sorted(first.completions + second.completions) == sorted(one.completions)
     assert_same(first._replace(completions=one.completions), one)
 

@@ -1,5 +1,7 @@
 """The mini-batches of a step, their sizes, and which of their sequences the devices compute."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 from runs import REPO, environment, few_examples
@@ -94,20 +96,17 @@ def test_the_mini_batches_follow_from_seed_step_and_epoch_and_a_single_one_is_no
     assert whole.tolist() == [[*range(8)], [*range(8)]]
 
 
-def test_a_step_of_one_update_computes_no_log_probabilities_before_it(monkeypatch) -> None:
-    monkeypatch.setattr(train_grpo, "compute_batch_logps_and_entropies", None)
-    run, batch = run_of("NUM_MINI_BATCHES=1"), step_of(masked=5)
-    assert with_logps(run, 0, None, batch).old_logps is None
-
-
-def test_with_one_update_the_quantile_of_entropies_leaves_every_ratio_at_1(monkeypatch) -> None:
-    run, batch = run_of("NUM_MINI_BATCHES=1 TOP_ENTROPY_QUANTILE=0.5"), step_of(masked=5)
+@pytest.mark.parametrize("quantile, computed", [("1", 0), ("0.5", 1)])
+def test_a_step_of_one_update_leaves_every_ratio_at_1_and_computes_entropies_for_their_quantile(
+    monkeypatch: pytest.MonkeyPatch, quantile: str, computed: int
+) -> None:
+    run, batch = run_of(f"NUM_MINI_BATCHES=1 TOP_ENTROPY_QUANTILE={quantile}"), step_of(masked=5)
     ones = np.ones(batch.completion_mask.shape, np.float32)
-    monkeypatch.setattr(
-        train_grpo, "compute_batch_logps_and_entropies", lambda *arguments: (ones, ones)
-    )
+    compute = Mock(return_value=(ones, ones))
+    monkeypatch.setattr(train_grpo, "compute_batch_logps_and_entropies", compute)
     batch = with_logps(run, 0, None, batch)
-    assert batch.old_logps is None and batch.top_mask is not None
+    assert batch.old_logps is None and (batch.top_mask is not None) == computed
+    assert compute.call_count == computed
 
 
 # ---- Sequences that are left out -----------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Rows of an update: what stands where, and how full they are. That they change no result:
 test_update.py and test_saved_work.py."""
 
-import functools
 import time
 
 import numpy as np
@@ -15,8 +14,8 @@ def numbered(lengths: list[int], prompts: list[int], T: int = 0) -> Batch:
     """Sequences with these lengths; every token of prompts and completions is another number."""
     T = T or max(lengths)
     mask = (np.arange(T) < np.array(lengths)[:, None]).astype(np.int32)
-    ids = 1000 + np.arange(mask.size, dtype=np.int32).reshape(mask.shape)
-    texts = [[100 * p + i for i in range(n)] for p, n in enumerate(prompts)]
+    ids = 20_000 + np.arange(mask.size, dtype=np.int32).reshape(mask.shape)
+    texts = [[1000 * p + i for i in range(n)] for p, n in enumerate(prompts)]
     logps = -ids.astype(np.float32)
     return batch_of(texts, ids * mask, mask, logps, np.arange(len(lengths), dtype=np.float32))
 
@@ -68,7 +67,6 @@ def test_rows_by_hand() -> None:
     assert plan_rows(batch, [], twice)[0] == []
 
 
-@functools.cache
 def geometric(
     mean: int,
     longest: int,
@@ -77,30 +75,33 @@ def geometric(
     seed: int,
     prompt_tokens: tuple[int, int] = (20, 60),
 ) -> Batch:
-    """Sequences of geometric lengths; every token of prompts and completions is another number."""
+    """Sequences of geometric lengths."""
     rng = np.random.default_rng(seed)
     lengths = np.minimum(rng.geometric(1 / mean, prompts * K), longest)
-    mask = (np.arange(longest) < lengths[:, None]).astype(np.int32)
-    ids = 20_000 + np.arange(mask.size, dtype=np.int32).reshape(mask.shape)
-    counts = rng.integers(*prompt_tokens, prompts)
-    texts = [[1000 * p + i for i in range(n)] for p, n in enumerate(counts)]
-    logps, advantages = -ids.astype(np.float32), np.arange(len(lengths), dtype=np.float32)
-    return batch_of(texts, ids * mask, mask, logps, advantages)
+    return numbered([*lengths], [*rng.integers(*prompt_tokens, prompts)], longest)
 
 
-@pytest.mark.parametrize("shards", [1, 4])
-@pytest.mark.parametrize("unit", [1, 128])
-def test_every_token_stands_in_one_place_of_a_row(shards: int, unit: int) -> None:
-    batch = geometric(30, 120, 16, 4, 0)
+@pytest.mark.parametrize(
+    "seed, changes",
+    [
+        *((0, {"shards": shards, "unit": unit}) for shards in (1, 4) for unit in (1, 128)),
+        *((seed, {"shards": 2, "unit": 64, "chunk": 64}) for seed in range(8)),
+    ],
+    ids=str,
+)
+def test_every_token_stands_in_one_place_of_a_row_and_a_chunk_has_one_prompt(
+    seed: int, changes: dict[str, int]
+) -> None:
+    batch = geometric(30, 120, 16, 4, seed)
     chosen = [i for i in range(64) if i % 5]
-    given = limits(shards=shards, max_length_sample=120, longest_prompt_slots=60, unit=unit)
+    given = limits(max_length_sample=120, longest_prompt_slots=96, **changes)
     steps, widths = plan_rows(batch, chosen, given)
     assert sorted(i for rows in steps for row in rows for i in row) == chosen
     for rows in steps:
-        assert len(rows) == shards
+        assert len(rows) == given.shards
         x = pack(batch, rows, widths, pad_id=7)
         assert x.ids.shape == (len(rows), widths.S + widths.C)
-        assert widths.S % unit == widths.C % unit == 0
+        assert widths.S % given.unit == widths.C % given.unit == 0
         of_rows = (x.ids, x.segment_ids, x.start, x.targets, x.target_slots)
         for row, *arrays in zip(rows, *of_rows, strict=True):
             ids, prompt, start, targets, places = arrays
@@ -114,6 +115,10 @@ def test_every_token_stands_in_one_place_of_a_row(shards: int, unit: int) -> Non
                 assert set(prompt[fed]) == {own} and set(start[fed]) == {fed[0]}
                 before = np.flatnonzero(prompt[: widths.S] == own)
                 assert ids[before].tolist() == given_ids[:-1]
+            tokens = [batch.prompt_tokens(p) for p in prompts_of(batch, row)]
+            assert (prompt >= 0).sum() == batch.lengths[row].sum() + sum(tokens)
+            for chunk in prompt.reshape(-1, given.chunk):
+                assert given.chunk == 1 or len({*chunk} - {-1}) <= 1
 
 
 def test_with_chunks_prompts_end_and_groups_begin_at_their_multiples() -> None:
@@ -133,20 +138,6 @@ def test_with_chunks_prompts_end_and_groups_begin_at_their_multiples() -> None:
     ]
     assert x.target_slots[0, 2].tolist() == [4, 5, 6], "targets begin with the group"
     assert x.targets[0, 4:9].tolist() == [11, 12, 13, 14, 15]
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_rows_with_chunks_hold_what_is_planned_for_them(seed: int) -> None:
-    given = limits(max_length_sample=120, longest_prompt_slots=96, unit=64, chunk=64, shards=2)
-    batch = geometric(30, 120, 16, 4, seed)
-    steps, widths = plan_rows(batch, range(64), given)
-    for rows in steps:
-        for row, prompt in zip(rows, pack(batch, rows, widths, pad_id=7).segment_ids, strict=True):
-            assert (prompt >= 0).sum() == sum(batch.lengths[i] for i in row) + sum(
-                batch.prompt_tokens(p) for p in prompts_of(batch, row)
-            )
-            for chunk in prompt.reshape(-1, 64):
-                assert len({*chunk} - {-1}) <= 1, "a chunk has one prompt"
 
 
 def test_a_prompt_longer_than_all_questions_has_the_rows_of_a_run_that_knew_of_it() -> None:

@@ -19,7 +19,7 @@ from small_model import train_layout as layout
 
 from model.hf import hf_tensors
 from model.network import ComputeConfig
-from model.params import Lora, ModelConfig, Params, init_params, param_shardings, trainable_params
+from model.params import Lora, ModelConfig, Params, param_shardings, param_table, trainable_params
 from optimizer import (
     Optimizer,
     Schedule,
@@ -64,11 +64,15 @@ def numpy_optimizer(name: str, grads: list, params: Params, decay: float, clip: 
     return tree.unflatten(p)
 
 
+def ones(model: ModelConfig) -> Params:
+    return jax.tree.map(lambda leaf: np.ones(leaf.shape, np.float32), param_table(model))
+
+
 def test_norms_and_biases_of_linear_attention_do_not_decay() -> None:
     """As transformers decides for Qwen3.5."""
-    params = jax.tree.map(jnp.ones_like, init_params(LINEAR, jax.random.key(0)))
+    params = ones(LINEAR)
     rule = make_transformation(Optimizer("sgd", weight_decay=0.5), LINEAR)
-    zeros = jax.tree.map(jnp.zeros_like, params)
+    zeros = jax.tree.map(np.zeros_like, params)
     updates, _ = rule.update(zeros, rule.init(params), params)
     kept = {
         re.sub(r"^model\.(layers\.\d+\.)?", "", x)
@@ -182,8 +186,8 @@ def update(
 
     grad: that of a single number of the first array.
     """
-    params = trainable_params(init_params(model, jax.random.key(0)))
-    params = jax.device_put(params, trainable_params(param_shardings(model, layout(1, 1, 1).mesh)))
+    shardings_of_all = param_shardings(model, layout(1, 1, 1).mesh)
+    params = jax.device_put(*map(trainable_params, (ones(model), shardings_of_all)))
     (first, *others), tree = jax.tree.flatten(jax.tree.map(jnp.ones_like, params))
     grads = tree.unflatten([first.at[(0,) * first.ndim].set(grad), *others])
     settings = {"optimizer": optimizer, "model": model}

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import REPO, run_as_user
+from runs import REPO, run_as_user_here
 
 from chat import ChatFormat
 from demonstrations import build_demonstrations
@@ -84,7 +84,8 @@ def test_the_recipe_plays_the_game_with_a_model_that_the_tool_makes(
     recipes = REPO / "recipes"
     settings = {"MODEL_PATH": str(tmp_path), "DATASET": str(tmp_path), "STEPS": "1"}
     settings |= {"EVAL_EVERY_STEPS": "0", "ENVIRONMENT_CLASS": f"{recipes}/guess.py:Guess"}
-    run = run_as_user(tmp_path / "run", "--config", f"{recipes}/guess.yaml", **settings)
+    settings["NUM_PRE_Q"] = "4"  # instead of 16, to be quick
+    run = run_as_user_here(tmp_path / "run", "--config", f"{recipes}/guess.yaml", **settings)
     assert run.code == 0, run.errors
     turns = [each["train-turns/number"] for each in run.records if "train-turns/number" in each]
     assert turns and all(1 < number <= 4 for number in turns)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from mistakes import few, refused
-from runs import Result, environment, train
+from runs import Result, environment, few_examples, train
 from small_model import without_rewards
 
 from chat import ChatFormat, read_prefix_messages
@@ -106,7 +106,7 @@ def base(folder: Path) -> dict[str, str]:
     """The settings of every run here, after the reward function is written to the folder."""
     (folder / "mine.py").write_text(REWARDS)
     sizes = f"ROLLOUT_GLOBAL_BATCH_SIZE={P} NUM_PRE_Q={K} TRAIN_MICRO_BATCH_SIZE={P * K}"
-    given = f"MAX_LENGTH_SAMPLE={T} DATASET={TINY} DIFFER=1 REWARD_WEIGHTS=1"
+    given = f"MAX_LENGTH_SAMPLE={T} DATASET={few_examples()} DIFFER=1 REWARD_WEIGHTS=1"
     return environment(f"{sizes} {given} REWARD_FN={folder}/mine.py:hashed")
 
 
@@ -173,9 +173,9 @@ def test_a_step_learns_from_the_groups_that_differ_and_the_next_takes_new_prompt
     settings |= {"DIFFER": "2", "MASK_TRUNCATED_COMPLETIONS": "1", "SCALE_REWARDS": "batch"}
     result = train(folder / "differ", **base | settings)
     left = groups_of(result)
-    tiny = load_examples(str(TINY), "", "train")
-    in_order = batch_indices(len(tiny), len(left), 0, 0)  # the epoch's order, without repeats
-    assert [g.question for g in left] == [tiny[i]["question"] for i in in_order]
+    examples = load_examples(base["DATASET"], "", "train")
+    in_order = batch_indices(len(examples), len(left), 0, 0)  # the epoch's order, without repeats
+    assert [g.question for g in left] == [examples[i]["question"] for i in in_order]
 
     for record in result.records:
         sampled: list[Group] = []

@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import jax
 import pytest
 from runs import (
     RECORDER,
+    REPO,
     Result,
     environment,
     few_examples,
@@ -37,7 +37,6 @@ from model import hf
 from model.placement import num_params
 from tools.bench import make_random_model
 
-REPO = Path(__file__).resolve().parent.parent
 TINY = REPO / "tiny"
 pytestmark = [
     pytest.mark.engine,
@@ -68,21 +67,14 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sglang")
     (folder / "even.py").write_text(REWARD)
     (folder / "recorder.py").write_text(RECORDER)  # for processes whose folders lie deeper
-    sizes = "hidden_size=256 intermediate_size=256 num_hidden_layers=2 num_attention_heads=2"
-    changes = dict(pair.split("=") for pair in sizes.split())
-    changes = {name: int(value) for name, value in changes.items()} | {"num_key_value_heads": 1}
-    make_random_model(TINY, folder / "qwen2", changes)
-    values = json.loads((folder / "qwen2" / "config.json").read_text())
-    values |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 128}
-    values |= {"attention_bias": False, "tie_word_embeddings": False, "rope_theta": 500.0}
-    shapes = folder / "shapes"
-    shapes.mkdir()
-    for file in TINY.glob("*.json"):
-        (shapes / file.name).write_bytes(file.read_bytes())
-    (shapes / "config.json").write_text(json.dumps(values))
-    make_random_model(shapes, folder / "qwen3", {})
-    shutil.copytree(folder / "qwen3", folder / "stopping")
-    stop_ids = {"eos_token_id": [*range(0, values["vocab_size"], 16)]}
+    sizes = """hidden_size=256 intermediate_size=256 num_hidden_layers=2 num_attention_heads=2
+        num_key_value_heads=1"""
+    qwen2 = {name: int(size) for name, size in environment(sizes).items()}
+    qwen3 = qwen2 | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 128}
+    qwen3 |= {"attention_bias": False, "tie_word_embeddings": False, "rope_theta": 500.0}
+    for name, changes in (("qwen2", qwen2), ("qwen3", qwen3), ("stopping", qwen3)):
+        make_random_model(TINY, folder / name, changes)
+    stop_ids = {"eos_token_id": [*range(0, hf.read_config(TINY).vocab_size, 16)]}
     (folder / "stopping" / "generation_config.json").write_text(json.dumps(stop_ids))
     return folder
 

@@ -1,5 +1,6 @@
 """A backend that draws the turns that a test gives it, and the messages between turns."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,13 @@ class Script:
         support = np.where(mask[:, :, None] > 0, ids[:, :, None] + [0, 1], -1).astype(np.int32)
         lengths, sevens = mask.sum(axis=1).astype(np.int32), np.full(b, 7, np.int32)
         return Completions(sequence_ids, ids, mask, lengths, logps, sevens, support, lengths // 2)
+
+
+def parts_of(ids: Sequence[int], drawn: Sequence[int]) -> list[tuple[bool, list[int]]]:
+    """The turns and the messages of a completion, each with whether the model drew it."""
+    starts = np.flatnonzero(np.diff(drawn)) + 1
+    parts = zip(np.split(drawn, starts), np.split(ids, starts), strict=True)
+    return [(bool(is_drawn[0]), part.tolist()) for is_drawn, part in parts]
 
 
 def user(text: str) -> str:

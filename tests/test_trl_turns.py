@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import pytest
 from boxes import Boxes, write_calls
-from dialogues import Script, answers
+from dialogues import Script, answers, parts_of
 
 from config import Config
 from model import hf
@@ -56,11 +56,9 @@ def tokenizer() -> Any:
 
 def episode(prompt: list[int], ids: list[int], drawn: list[int], reward: float) -> Episode:
     """drawn: for each token of the completion 1 if the model drew it, else 0."""
-    changes = [i for i in range(1, len(ids)) if drawn[i] != drawn[i - 1]]
     assert drawn[0] == 1 and len(drawn) == len(ids)
-    edges = zip([0, *changes], [*changes, len(ids)], strict=True)
     decode = tokenizer().decode
-    parts = [decode(ids[i:j]) for i, j in edges]
+    parts = [decode(part) for _, part in parts_of(ids, drawn)]
     return Episode([*prompt, *ids], decode(prompt), parts, float(reward))
 
 

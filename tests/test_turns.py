@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dialogues import END, GAMES, TINY, TOKENIZER, Script, answers, ids_of, user
+from dialogues import END, GAMES, TINY, TOKENIZER, Script, answers, ids_of, parts_of, user
 from games import Echo
 from mistakes import few, mistake_of, refused
 from replay import (
@@ -29,7 +29,6 @@ from replay import (
     TEMPERATURE,
     K,
     Saved,
-    Sequence,
     by_hand,
     saved_run,
     update_by_hand,
@@ -105,16 +104,11 @@ class Talk(NamedTuple):
     batch: Batch
     script: Script
 
-    def parts(self, i: int) -> list[tuple[int, str]]:
-        """The completion in parts, each with its mask, which changes from part to part."""
-        c, found = self.completions, []
-        for token, is_drawn in zip(
-            c.completion_ids[i, : c.lengths[i]].tolist(), c.sampled_mask[i].tolist(), strict=False
-        ):
-            if not found or found[-1][0] != is_drawn:
-                found.append((is_drawn, []))
-            found[-1][1].append(token)
-        return [(is_drawn, text_of(ids)) for is_drawn, ids in found]
+    def parts(self, i: int) -> list[tuple[bool, str]]:
+        """The completion in parts, each with whether the model drew it."""
+        used = i, slice(self.completions.lengths[i])
+        parts = parts_of(self.completions.completion_ids[used], self.completions.sampled_mask[used])
+        return [(is_drawn, text_of(ids)) for is_drawn, ids in parts]
 
 
 def talk(run: Run, turns: list[list[str]], *, T: int = 200, K: int = 1, max_turns: int = 0) -> Talk:
@@ -836,15 +830,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return saved_run(tmp_path_factory.mktemp("runs"), train_grpo, **SETTINGS)
 
 
-def parts_of(sequence: Sequence) -> list[tuple[bool, list[int]]]:
-    """The turns and the messages of a completion."""
-    starts = np.flatnonzero(np.diff(sequence.drawn, prepend=False))
-    return [
-        (bool(part[0][1]), [token for token, _ in part])
-        for part in np.split(np.stack([sequence.ids, sequence.drawn], axis=1), starts[1:])
-    ]
-
-
 def test_every_message_of_a_run_answers_the_turn_before_it_and_follows_from_its_episode(
     saved: Saved,
 ) -> None:
@@ -853,7 +838,7 @@ def test_every_message_of_a_run_answers_the_turn_before_it_and_follows_from_its_
     for sequence in saved.sequences(0):
         prompt = text_of(sequence.prompt.tolist())
         question = re.search(r"user\n(.*?)( Think well\.){3} Code \d+\.<", prompt)[1]
-        echo, parts = Echo(), parts_of(sequence)
+        echo, parts = Echo(), parts_of(sequence.ids, sequence.drawn)
         echo.heard = [question]
         replies = [echo.reply(text_of(ids).removesuffix("<|im_end|>")) for _, ids in parts[::2]]
         assert [is_drawn for is_drawn, _ in parts] == [True, *[False, True] * (len(replies) - 1)]

@@ -80,16 +80,59 @@ def arguments_of_jax(monkeypatch, text: str) -> dict:
     return {name: value for name, value in arguments.items() if name not in limits}
 
 
-ADDRESS = "JAX_COORDINATOR_ADDRESS=10.0.0.1:1 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID="
+SECOND = "JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=1 JAX_COORDINATOR_ADDRESS="
 STEP = "SLURM_NTASKS=4 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE="
+SLURM = {"cluster_detection_method": "slurm"}
 ALL = {"local_device_ids": []}
+JOINED = [
+    *(
+        (
+            SECOND + address,
+            ALL | {"coordinator_address": address, "num_processes": 2, "process_id": 1},
+        )
+        for address in ("[::1]:29512", "node-7.cluster:8476", "dns:///10.0.0.1:1")
+    ),
+    (f"{STEP}1(x4)", SLURM | ALL),  # it is alone on its node
+    (f"{STEP}2(x2)", SLURM),  # jax gives each task one GPU
+    (f"{STEP}1,3", SLURM),
+    (f"{STEP}2(x2) SLURM_GPUS_PER_TASK=2", SLURM | ALL),
+    (f"{STEP}1(x4) JAX_LOCAL_DEVICE_IDS=1", SLURM),
+    ("JAX_PLATFORMS=tpu,cpu WORLD_SIZE=2 NNODES=2", ALL),  # hosts of a TPU, whatever is set
+]
+ALONE = [
+    "WORLD_SIZE=8 JAX_PROCESS_ID=0 JAX_NUM_PROCESSES=1",
+    "OMPI_COMM_WORLD_SIZE=1 PMI_SIZE=1 WORLD_SIZE=1 NNODES=1 JAX_PROCESS_COUNT=1",
+    # The tasks of srun, which also sets PMI_SIZE, are runs of their own.
+    "SLURM_NTASKS=4 PMI_SIZE=4 SLURM_STEP_NUM_TASKS=1",
+    "SLURM_NTASKS=4 SLURM_STEP_TASKS_PER_NODE=1(x4)",  # a script of sbatch, which is no step
+]
 
 
-def test_a_process_number_must_be_below_the_number_of_processes(monkeypatch) -> None:
-    joins = {"coordinator_address": "10.0.0.1:1", "num_processes": 2, "process_id": 1}
-    assert arguments_of_jax(monkeypatch, ADDRESS + "1") == joins | ALL
-    with pytest.raises(UserMistake, match="JAX_PROCESS_ID .0 to JAX_NUM_PROCESSES - 1"):
-        arguments_of_jax(monkeypatch, ADDRESS + "2")
+@pytest.mark.parametrize("text, arguments", [*JOINED, *((text, {}) for text in ALONE)])
+def test_processes_find_each_other_and_one_that_is_meant_to_be_alone_is_no_mistake(
+    monkeypatch, text: str, arguments: dict
+) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setattr(hosts, "has_tpu", lambda: True)
+    assert arguments_of_jax(monkeypatch, text) == arguments
+
+
+BAD = ("10.0.0.1", "host:", ":1234", "host:0", "::1:29511", "[::1]", "http://host:1234")
+NO_ADDRESS = "^JAX_COORDINATOR_ADDRESS={} is not host:port, such as "
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        *((SECOND + address, NO_ADDRESS.format(re.escape(address))) for address in BAD),
+        (f"{SECOND}10.0.0.1:1 JAX_PROCESS_ID=2", "JAX_PROCESS_ID .0 to JAX_NUM_PROCESSES - 1"),
+    ],
+)
+def test_an_address_is_a_host_and_a_port_and_a_process_number_is_below_their_number(
+    monkeypatch, text: str, words: str
+) -> None:
+    with pytest.raises(UserMistake, match=words):
+        arguments_of_jax(monkeypatch, text)
 
 
 @pytest.mark.parametrize(
@@ -121,60 +164,6 @@ def test_a_process_that_a_launcher_started_among_others_does_not_train_alone(
     for name in environment(text):
         monkeypatch.setenv(name, "" if name.startswith("JAX") else "1")
     assert arguments_of_jax(monkeypatch, "RANK=0 SLURM_NTASKS=2") == {}
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "WORLD_SIZE=8 JAX_PROCESS_ID=0 JAX_NUM_PROCESSES=1",
-        "OMPI_COMM_WORLD_SIZE=1 PMI_SIZE=1 WORLD_SIZE=1 NNODES=1 JAX_PROCESS_COUNT=1",
-        # The tasks of srun, which also sets PMI_SIZE, are runs of their own.
-        "SLURM_NTASKS=4 PMI_SIZE=4 SLURM_STEP_NUM_TASKS=1",
-    ],
-)
-def test_a_process_that_is_meant_to_be_alone_is_no_mistake(monkeypatch, text: str) -> None:
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    assert arguments_of_jax(monkeypatch, text) == {}
-
-
-def test_the_hosts_of_a_tpu_find_each_other_whatever_a_launcher_has_set(monkeypatch) -> None:
-    monkeypatch.setattr(hosts, "has_tpu", lambda: True)
-    monkeypatch.setenv("JAX_PLATFORMS", "tpu,cpu")
-    assert arguments_of_jax(monkeypatch, "WORLD_SIZE=2 NNODES=2") == ALL
-
-
-@pytest.mark.parametrize(
-    "address", ["10.0.0.1", "host:", ":1234", "host:0", "::1:29511", "[::1]", "http://host:1234"]
-)
-def test_an_address_is_a_host_and_a_port(monkeypatch, address: str) -> None:
-    both = " JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=1"
-    words = f"^JAX_COORDINATOR_ADDRESS={re.escape(address)} is not host:port, such as "
-    with pytest.raises(UserMistake, match=words):
-        arguments_of_jax(monkeypatch, f"JAX_COORDINATOR_ADDRESS={address}{both}")
-    for right in ("[::1]:29512", "node-7.cluster:8476", "dns:///10.0.0.1:1"):
-        arguments = arguments_of_jax(monkeypatch, f"JAX_COORDINATOR_ADDRESS={right}{both}")
-        assert arguments["coordinator_address"] == right
-
-
-@pytest.mark.parametrize(
-    "text, devices",
-    [
-        ("1(x4)", ALL),
-        ("2(x2)", {}),  # jax gives each task one GPU
-        ("1,3", {}),
-        ("2(x2) SLURM_GPUS_PER_TASK=2", ALL),
-        ("1(x4) JAX_LOCAL_DEVICE_IDS=1", {}),
-    ],
-)
-def test_tasks_of_srun_join_and_one_that_is_alone_on_its_node_takes_all_devices(
-    monkeypatch, text: str, devices: dict
-) -> None:
-    arguments = arguments_of_jax(monkeypatch, STEP + text)
-    assert arguments == {"cluster_detection_method": "slurm"} | devices
-    # A single task and a script of sbatch, which is no step, train alone.
-    assert arguments_of_jax(monkeypatch, "SLURM_STEP_NUM_TASKS=1 JAX_PLATFORMS=cpu") == {}
-    monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
-    assert arguments_of_jax(monkeypatch, "SLURM_NTASKS=4") == {}
 
 
 def test_a_tpu_is_a_device_of_google_that_is_no_disk_and_no_network_card(tmp_path: Path) -> None:

@@ -14,11 +14,6 @@ BASE = "logs/nohup_x_20260101T000000Z"
 START = ["start", "x", "20260101T000000Z", sys.prefix, "", "STEPS=-1"]  # a run that ends with 2
 
 
-@pytest.fixture
-def cloud(tmp_path: Path) -> Cloud:
-    return Cloud(tmp_path, {})
-
-
 def worker(cloud: Cloud, *words: str, **env: str) -> subprocess.CompletedProcess:
     alone = {"PATH": os.environ["PATH"], "HOME": str(cloud.home(0)), "JAX_PLATFORMS": "cpu"}
     alone |= {"HOSTNAME": "w", "LIBTPU_LOCKFILE": str(cloud.lockfile)}

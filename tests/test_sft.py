@@ -164,6 +164,13 @@ def learnt(
     return build_demonstrations([example], chat_format, 600)[0]
 
 
+def texts_of(made: Prompt) -> tuple[str, str, str]:
+    """The prompt, what is learnt after it, and what is not."""
+    decode, ids = hf.load_tokenizer(REPO / "tiny").decode, np.array(made.completion_ids)
+    mask = np.array(made.completion_mask)
+    return decode(made.ids), decode(ids[mask == 1]), decode(ids[mask == 0])
+
+
 @pytest.mark.parametrize("template", ["", MARKED, SHORT_MARKS, LONG_MARKS])
 def test_every_turn_of_a_conversation_is_learnt_with_its_stop_token_and_no_line_break(
     template: str,
@@ -181,12 +188,11 @@ def test_with_gemma_s_templates_a_system_message_stands_before_the_first_questio
     """Their role of the assistant is `model`, and they trim texts, as a sampler would not."""
     system = {"role": "system", "content": "Be brief."}
     made = learnt([system, *chat(PENS, SHORT, f" {MORE}", f"\n{LONG} ")], template=template)
-    decode, mask = hf.load_tokenizer(REPO / "tiny").decode, np.array(made.completion_mask)
     asked = f"<|im_start|>user\nBe brief.\n\n{PENS}<|im_end|>\n<|im_start|>model\n"
-    assert decode(made.ids) == asked
-    assert np.array(made.completion_ids)[mask == 1].tolist() == SHORT_IDS + LONG_IDS
     between = f"\n<|im_start|>user\n{MORE}<|im_end|>\n<|im_start|>model\n"
-    assert decode(np.array(made.completion_ids)[mask == 0]) == between
+    assert texts_of(made)[::2] == (asked, between)
+    learnt_ids = np.array(made.completion_ids)[np.array(made.completion_mask) == 1]
+    assert learnt_ids.tolist() == SHORT_IDS + LONG_IDS
     with_tool = [*chat(PENS, SHORT), {"role": "tool", "content": "7"}, chat(PENS, LONG)[1]]
     refused(lambda: learnt(with_tool, template=template), "Conversation roles must alternate")
 
@@ -234,33 +240,28 @@ def test_a_turn_has_the_tokens_of_the_whole_text_if_the_tokenizer_begins_with_a_
 def test_a_template_without_special_tokens_gets_the_eos_token_behind_what_is_learnt() -> None:
     template = (REPO / "docs" / "chat_template.jinja").read_text(encoding="utf-8")
     made = learnt(chat("1 + 2", "3", "And 4?", "7"), template=template)
-    decode = hf.load_tokenizer(REPO / "tiny").decode
-    assert decode(made.ids) == "User: 1 + 2\n\nAssistant:"
-    ids, mask = np.array(made.completion_ids), np.array(made.completion_mask)
-    assert decode(ids[mask == 1]) == " 3<|im_end|> 7<|im_end|>"
-    assert decode(ids[mask == 0]) == "\n\nUser: And 4?\n\nAssistant:"
-
-
-def test_an_argument_of_the_template_reaches_the_prompt_and_what_follows_it() -> None:
-    """Qwen3 writes an empty thought in the prompt, and so does what follows, or it is refused."""
-    empty = "{% elif m['role'] == 'assistant' %}<think>\n\n</think>\n\n{{ m['content'] }}{% else %}"
-    kept = THINKING.replace("{% else %}", empty)
-    made = learnt(PENS, SHORT, template=kept, enable_thinking=False)
-    assert made.ids == [*ASKED, 554, 201, 201, 555, 201, 201] and made.completion_ids == SHORT_IDS
-    refused(
-        lambda: learnt(PENS, SHORT, template=THINKING, enable_thinking=False),
-        f"f example 1{TWO_WAYS}",
+    assert texts_of(made) == (
+        "User: 1 + 2\n\nAssistant:",
+        " 3<|im_end|> 7<|im_end|>",
+        "\n\nUser: And 4?\n\nAssistant:",
     )
 
 
-def test_tags_around_a_turn_do_not_change_where_it_begins() -> None:
-    """They enclose an empty thought here, which the prompt of a sampler has."""
-    thought = "{% generation %}<think>\n\n</think>\n\n"
-    template = MARKED.replace("{% generation %}", thought)
-    template = template.replace(
-        "assistant\n{% endif %}", "assistant\n<think>\n\n</think>\n\n{% endif %}"
-    )
-    made = learnt(PENS, SHORT, template=template)
+# The prompts of both end with an empty thought.
+OFF = {"enable_thinking": False}
+KEPT = THINKING.replace(
+    "{% else %}",
+    "{% elif m['role'] == 'assistant' %}<think>\n\n</think>\n\n{{ m['content'] }}{% else %}",
+)
+IN_TAGS = MARKED.replace("{% generation %}", "{% generation %}<think>\n\n</think>\n\n").replace(
+    "assistant\n{% endif %}", "assistant\n<think>\n\n</think>\n\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template, kwargs", [(KEPT, OFF), (IN_TAGS, {})])
+def test_an_empty_thought_of_the_prompt_is_not_learnt(template: str, kwargs: dict) -> None:
+    """Neither if an argument of the template asks for it, nor if the tags enclose it."""
+    made = learnt(PENS, SHORT, template=template, **kwargs)
     assert made.ids == [*ASKED, 554, 201, 201, 555, 201, 201] and made.completion_ids == SHORT_IDS
 
 
@@ -276,16 +277,10 @@ CALLED = [*chat(PENS), CALL, {"role": "tool", "content": "7"}, chat(PENS, "7")[1
 
 
 def test_a_turn_does_not_reach_beyond_what_the_assistant_adds() -> None:
-    decode = hf.load_tokenizer(REPO / "tiny").decode
     made = learnt(chat(PENS, "3", MORE, "7"), template=CALLS)  # without the last <|endoftext|>
-    ids, mask = np.array(made.completion_ids), np.array(made.completion_mask)
-    assert decode(ids[mask == 1]) == "3<|im_end|>7<|im_end|>" and mask[-1] == 1
-    line = "f example 1: turn 1 of the assistant has the token '<|im_end|>' 0 times, but"
-    refused(lambda: learnt(CALLED, template=CALLS), line)
+    assert texts_of(made)[1] == "3<|im_end|>7<|im_end|>" and made.completion_mask[-1] == 1
     made = learnt(CALLED, template=PLAIN)
-    ids, mask = np.array(made.completion_ids), np.array(made.completion_mask)
-    assert decode(ids[mask == 1]) == " f()<|im_end|> 7<|im_end|>"
-    assert decode(ids[mask == 0]) == "\ntool: 7\nassistant:"
+    assert texts_of(made)[1:] == (" f()<|im_end|> 7<|im_end|>", "\ntool: 7\nassistant:")
 
 
 def test_columns_keep_their_names_and_a_held_out_answer_counts_as_one(
@@ -312,61 +307,50 @@ def test_columns_keep_their_names_and_a_held_out_answer_counts_as_one(
 
 # ---- What is refused -----------------------------------------------------------------------------
 
-TWO_WAYS = ": the chat template writes turn 1 of the assistant or the messages before"
 NO_TURN = " has no answer of the assistant in 'question', but "
 NO_TEXT = " has no answer of the assistant in 'completion', but ''; set"
+NOT_ONCE = ": turn 1 of the assistant has the token '<|im_end|>'"
+AS = ": the chat template writes turn 1 of the assistant or the messages before it as "
+AT_END = " before further messages; give each example one"
+IN_PROMPT = " in a conversation; change CHAT_TEMPLATE_KW"
+EMPTY, THOUGHT = r"'<think>\n\n</think>\n\n3<|im_end|>'", r"'<think>\n3+4\n</think>\n\n<answer>7<"
 WEIGHTLESS = [{"role": "assistant", "content": SHORT, "weight": 0}]
-BAD_EXAMPLES = [  # a question, a completion, a template, and what follows "f example 1"
-    (chat(PENS), None, "", f"{NO_TURN}[{{'role': 'user'"),
-    ("Why?", None, "", f"{NO_TURN}'Why?'; set QUESTION_COLUMN to a column of conversations"),
-    (None, None, "", f"{NO_TURN}None; set QUESTION_COLUMN"),
-    ("Why?", "", "", NO_TEXT),
-    (None, SHORT, "", " has no text in 'question', but None; write it as text"),
-    (chat(PENS, SHORT)[1:], None, "", f"{NO_TURN}[{{'role': 'assistant'"),
-    ([{"role": "system", "content": "Hi."}, *chat(PENS, SHORT)[1:]], None, "", NO_TURN),
-    (chat(PENS, 3), None, "", ", column 'question': message 2 is {'role': 'assis"),
-    (chat(PENS, LONG, MORE, SHORT), None, THINKING, TWO_WAYS),
-    (chat(PENS, SHORT, MORE, " "), None, "", ": turn 2 of the assistant has no text"),
-    (PENS, WEIGHTLESS, "", ": turn 1 of the assistant has the weight 0"),
-    (PENS, "3<|im_end|>4", "", ": turn 1 of the assistant has the token '<|im_end|>' 2 times, but"),
-    ("Why?", "\ud800", "", ": a question or SYSTEM_PROMPT is not Unicode: '\\ud800'"),
-]
-
-
-@pytest.mark.parametrize("question, completion, template, line", BAD_EXAMPLES)
-def test_an_example_that_cannot_be_learnt_is_one_line_with_its_place(
-    question: object, completion: object, template: str, line: str
-) -> None:
-    refused(lambda: learnt(question, completion, template=template), f"f example 1{line}")
-
-
 # Qwen3's template writes an empty thought in the last turn of an example without thoughts.
 LAST_THOUGHT = THINKING.replace(
     "{% else %}{{ m['content'] }}",
     "{% elif m['role'] == 'assistant' and '<think>' not in m['content'] %}"
     "<think>\n\n</think>\n\n{{ m['content'] }}{% else %}{{ m['content'] }}",
 )
-AT_END = f"{TWO_WAYS} it as {{}} at the end and {{}} before further messages; give each example one"
-IN_PROMPT = f"{TWO_WAYS} it as {{}} in a prompt and {{}} in a conversation; change CHAT_TEMPLATE_KW"
-OFF = {"enable_thinking": False}
-EMPTY_THOUGHT = r"'<think>\n\n</think>\n\n3<|im_end|>'"
 OPENED = MARKED.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
-REASONS = [  # a conversation, a template, its arguments, the line
-    (chat(PENS, "3", MORE, "7"), LAST_THOUGHT, {}, AT_END, EMPTY_THOUGHT),
-    (chat(PENS, "3", MORE, "7"), LAST_THOUGHT, OFF, AT_END, EMPTY_THOUGHT),
-    (chat(PENS, LONG, MORE, SHORT), THINKING, {}, AT_END, r"'<think>\n3+4\n</think>\n\n<answer>7<"),
-    (chat(PENS, LONG), THINKING, OFF, IN_PROMPT, r"'\n</think>\n\n'"),
-    (chat(PENS, "3"), OPENED, {}, IN_PROMPT, "'<think>'"),
+BAD_EXAMPLES = [  # a question, a completion, a template and its arguments, what follows its place
+    (chat(PENS), None, {}, [f"{NO_TURN}[{{'role': 'user'"]),
+    ("Why?", None, {}, [f"{NO_TURN}'Why?'; set QUESTION_COLUMN to a column of conversations"]),
+    (None, None, {}, [f"{NO_TURN}None; set QUESTION_COLUMN"]),
+    ("Why?", "", {}, [NO_TEXT]),
+    (None, SHORT, {}, [" has no text in 'question', but None; write it as text"]),
+    (chat(PENS, SHORT)[1:], None, {}, [f"{NO_TURN}[{{'role': 'assistant'"]),
+    ([{"role": "system", "content": "Hi."}, *chat(PENS, SHORT)[1:]], None, {}, [NO_TURN]),
+    (chat(PENS, 3), None, {}, [", column 'question': message 2 is {'role': 'assis"]),
+    (chat(PENS, SHORT, MORE, " "), None, {}, [": turn 2 of the assistant has no text"]),
+    (PENS, WEIGHTLESS, {}, [": turn 1 of the assistant has the weight 0"]),
+    (PENS, "3<|im_end|>4", {}, [f"{NOT_ONCE} 2 times, but"]),
+    (CALLED, None, {"template": CALLS}, [f"{NOT_ONCE} 0 times, but"]),
+    ("Why?", "\ud800", {}, [": a question or SYSTEM_PROMPT is not Unicode: '\\ud800'"]),
+    # What a template writes in two ways is refused with both.
+    (chat(PENS, "3", MORE, "7"), None, {"template": LAST_THOUGHT}, [f"{AS}{EMPTY}", AT_END]),
+    (chat(PENS, "3", MORE, "7"), None, {"template": LAST_THOUGHT} | OFF, [f"{AS}{EMPTY}", AT_END]),
+    (chat(PENS, LONG, MORE, SHORT), None, {"template": THINKING}, [f"{AS}{THOUGHT}", AT_END]),
+    (PENS, SHORT, {"template": THINKING} | OFF, [AS, IN_PROMPT]),
+    (chat(PENS, LONG), None, {"template": THINKING} | OFF, [rf"{AS}'\n</think>\n\n'", IN_PROMPT]),
+    (chat(PENS, "3"), None, {"template": OPENED}, [f"{AS}'<think>'", IN_PROMPT]),
 ]
 
 
-@pytest.mark.parametrize("question, template, kwargs, line, first", REASONS)
-def test_a_turn_that_a_template_writes_in_two_ways_is_refused_with_both(
-    question: list, template: str, kwargs: dict, line: str, first: str
+@pytest.mark.parametrize("question, completion, kwargs, parts", BAD_EXAMPLES)
+def test_an_example_that_cannot_be_learnt_is_one_line_with_its_place(
+    question: object, completion: object, kwargs: dict, parts: list[str]
 ) -> None:
-    beginning, _, end = line.split("{}")
-    words = f"f example 1{beginning}{first}", end
-    refused(lambda: learnt(question, template=template, **kwargs), *words)
+    refused(lambda: learnt(question, completion, **kwargs), f"f example 1{parts[0]}", *parts)
 
 
 def test_a_template_that_leaves_out_calls_of_tools_is_the_reason_and_not_an_example(

@@ -22,45 +22,41 @@ from runs import DEMANDING, environment
 
 WHY = "error: checkpoint of step 3 cannot be written to /x: File too large"
 TRACE = "Traceback (most recent call last):"
+SAVED = "STOPPED: SIGINT steps=5 saved_step=5"
+UNSAVED = "STOPPED: SIGINT steps=5 saved_step=3"
+KILLED, NO_WHY = (-9, "", ""), "has exit code 1, and no line at the end says why"
 
 
 @pytest.mark.parametrize(
-    "kind, code, last, errors, says",
+    "kind, ends, says",
     [
-        ("frozen", 1, "", WHY, "has ended with exit code 1"),
-        ("starved", 1, "", f"{TRACE}\n{WHY}", None),
-        ("starved", 1, "", TRACE, "has exit code 1, and no line at the end says why"),
-        ("killed", -9, "", "", None),
-        ("starved", -9, "", "", "has ended with exit code -9"),
-        ("stopped", 143, "", "", None),
-        ("stopped", 143, "", TRACE, "has printed a traceback"),
-        ("stopped", 0, "DONE: steps=6", "", None),
-        ("interrupted", 130, "STOPPED: SIGINT steps=5 saved_step=5", "", None),
-        (
-            "interrupted",
-            130,
-            "STOPPED: SIGINT steps=5 saved_step=3",
-            "",
-            "has stopped after 5 steps",
-        ),
-        ("hung up", 129, "", TRACE, "has printed a traceback"),
-        ("hung up", 130, "", "", "has ended with exit code 130"),
-        ("damaged", -9, "", "", None),
-        ("damage", 2, "", "error: run.json is damaged", None),
-        ("stopped", 0, "step=5", "", "has ended with exit code 0 and is not done"),
+        ("frozen", [(1, "", WHY)], "process 0 has ended with exit code 1"),
+        ("starved", [(1, "", f"{TRACE}\n{WHY}")], None),
+        ("starved", [(1, "", TRACE)], f"process 0 {NO_WHY}"),
+        ("killed", [KILLED], None),
+        ("killed", [(-9, "", HUNG)], f"process 0: {HUNG}"),
+        ("starved", [KILLED], "process 0 has ended with exit code -9"),
+        ("stopped", [(143, "", "")], None),
+        ("stopped", [(143, "", TRACE)], "process 0 has printed a traceback"),
+        ("stopped", [(0, "DONE: steps=6", "")], None),
+        ("interrupted", [(130, SAVED, "")], None),
+        ("interrupted", [(130, UNSAVED, "")], "process 0 has stopped after 5 steps and saved 3"),
+        ("hung up", [(129, "", TRACE)], "process 0 has printed a traceback"),
+        ("hung up", [(130, "", "")], "process 0 has ended with exit code 130"),
+        ("damaged", [KILLED], None),
+        ("damage", [(2, "", "error: run.json is damaged")], None),
+        ("stopped", [(0, "step=5", "")], "process 0 has ended with exit code 0 and is not done"),
+        # If one of two is killed, the other ends with a line, or by jax.
+        ("killed", [KILLED, (1, "", WHY)], None),
+        ("killed", [KILLED, (-6, "", TRACE)], None),
+        ("killed", [(1, "", WHY), (1, "", "")], f"process 1 {NO_WHY}"),
     ],
 )
 def test_an_end_that_does_not_follow_from_the_fault_is_found(
-    kind: str, code: int, last: str, errors: str, says: str | None
+    kind: str, ends: list[tuple], says: str | None
 ) -> None:
-    found = wrong_ends([End(code, [last], errors)], {kind})
-    assert [text[: len(f"process 0 {says}")] for text in found] == (
-        [f"process 0 {says}"] * bool(says)
-    )
-
-
-def test_a_process_that_does_not_end_is_told_also_if_it_was_killed_before() -> None:
-    assert wrong_ends([End(-9, [], HUNG)], {"killed"}) == [f"process 0: {HUNG}"]
+    found = wrong_ends([End(code, [last], errors) for code, last, errors in ends], {kind})
+    assert found == ([says] if says else [])
 
 
 def test_a_run_that_was_not_done_misses_files(tmp_path: Path) -> None:
@@ -99,14 +95,6 @@ def test_a_file_that_was_damaged_twice_is_put_back_as_it_was_at_first(tmp_path: 
     other, second = first._replace(file=tmp_path / "b"), Damage(first.file, "emptied", b"who", b"")
     damages = add_damage(add_damage([first], other), second)
     assert damages == [other, Damage(first.file, "emptied", b"whole", b"")]
-
-
-def test_if_one_of_two_processes_is_killed_the_other_ends_with_a_line_or_by_jax() -> None:
-    killed, other, by_jax = End(-9, [], ""), End(1, [], WHY), End(-6, [], TRACE)
-    assert wrong_ends([killed, other], {"killed"}) == wrong_ends([killed, by_jax], {"killed"}) == []
-    assert wrong_ends([other, End(1, [], "")], {"killed"}) == [
-        "process 1 has exit code 1, and no line at the end says why"
-    ]
 
 
 @pytest.mark.slow

@@ -34,32 +34,29 @@ class Drill(NamedTuple):
     row: str = ""  # the row of README's table "To change X, edit Y" that tells what to edit
 
 
+def added(text: str, file: str, before: str) -> Edit:
+    """The edit that writes more text in front of one that the file holds once."""
+    return Edit(file, before, text + before)
+
+
 def read(file: str, root: Path = REPO) -> str:
     """The text of a file of the project; it is empty if there is no such file."""
     return (root / file).read_text(encoding="utf-8") if (root / file).exists() else ""
 
 
-BUILT_IN_REWARD = Drill(
-    "a built-in reward",
-    row="reward something else",
-    edits=(
-        Edit(
-            "rewards.py",
-            """\
-# The functions that REWARD_FN may name, in addition to soft_overlong_penalty.
-BUILT_IN = (reward_correct, exact_match, reward_format, tag_count_reward, repetition_penalty)
-""",
-            '''\
+BREVITY = '''\
 def brevity(completions: list[str], **columns: list) -> Rewards:
     """Takes 0.01 for each character."""
     return [-len(text) / 100 for text in completions]
 
 
-# The functions that REWARD_FN may name, in addition to soft_overlong_penalty.
-BUILT_IN = (reward_correct, exact_match, reward_format, tag_count_reward, repetition_penalty)
-BUILT_IN += (brevity,)
-''',
-        ),
+'''
+BUILT_IN_REWARD = Drill(
+    "a built-in reward",
+    row="reward something else",
+    edits=(
+        added(BREVITY, "rewards.py", "# The functions that REWARD_FN may name, in addition to"),
+        added("BUILT_IN += (brevity,)\n", "rewards.py", "EXTRACT_ANSWER = "),
     ),
 )
 DR_GRPO = Drill(
@@ -85,15 +82,19 @@ FACTS, FUNCTION, NAME = (part.split("```")[0] for part in read(OBJECTIVES).split
 OBJECTIVE = Drill(
     "an objective",
     edits=(
-        Edit("objectives.py", '    "sft": ', f'{FACTS}    "sft": '),
-        Edit("loss.py", "TOKEN_LOSSES: ", f"{FUNCTION}\n\nTOKEN_LOSSES: "),
-        Edit("loss.py", '    "sft": ', f'{NAME}    "sft": '),
+        added(FACTS, "objectives.py", '    "sft": '),
+        added(f"{FUNCTION}\n\n", "loss.py", "TOKEN_LOSSES: "),
+        added(NAME, "loss.py", '    "sft": '),
     ),
 )
 COUNTDOWN = Drill(
     "another task: countdown",
     edits=(Edit("countdown.py", "", read(TASKS).split("```python\n")[1].split("```")[0]),),
 )
+INVERSE_SQRT = """\
+    if name == "inverse_sqrt":
+        return peak * math.sqrt(max(warmup, 1) / (step + 1))
+"""
 SCHEDULE = Drill(
     "a schedule of the learning rate",
     row="add a schedule of the learning rate",
@@ -103,39 +104,21 @@ SCHEDULE = Drill(
             'choices="warmup_cosine|linear|constant"',
             'choices="warmup_cosine|linear|constant|inverse_sqrt"',
         ),
-        Edit(
-            "optimizer.py",
-            """\
-    if name == "constant":
-""",
-            """\
-    if name == "inverse_sqrt":
-        return peak * math.sqrt(max(warmup, 1) / (step + 1))
-    if name == "constant":
-""",
-        ),
+        added(INVERSE_SQRT, "optimizer.py", '    if name == "constant":\n'),
     ),
 )
+SCALE = """\
+    reward_scale: float = in_reward(1.0, "Number that multiplies all rewards.", above=0)
+"""
 SETTING = Drill(
     "a setting",
     row="add a setting",
     edits=(
-        Edit(
-            "config.py",
-            "    overlong_cache: int = in_reward(",
-            """\
-    reward_scale: float = in_reward(1.0, "Number that multiplies all rewards.", above=0)
-    overlong_cache: int = in_reward(""",
-        ),
-        Edit(
+        added(SCALE, "config.py", "    overlong_cache: int = in_reward("),
+        added(
+            "                rewards = rewards * cfg.reward_scale\n",
             "train_grpo.py",
-            """\
-                clock.lap("reward")
-""",
-            """\
-                rewards = rewards * cfg.reward_scale
-                clock.lap("reward")
-""",
+            '                clock.lap("reward")\n',
         ),
     ),
 )
@@ -143,44 +126,30 @@ FROZEN_EMBEDDING = Drill(
     "some of the weights only",
     row="train some of the weights only",
     edits=(
-        Edit(
+        added(
+            "    grads = grads.replace(embed=jnp.zeros_like(grads.embed))\n",
             "optimizer.py",
             "    norm = optax.tree.norm(grads)\n",
-            """\
-    grads = grads.replace(embed=jnp.zeros_like(grads.embed))
-    norm = optax.tree.norm(grads)
-""",
         ),
-        Edit(
+        added(
+            "    updates = updates.replace(embed=jnp.zeros_like(updates.embed))\n",
             "optimizer.py",
             "    params = jax.tree.map(lambda p, u: p - lr * u, state.params, updates)\n",
-            """\
-    updates = updates.replace(embed=jnp.zeros_like(updates.embed))
-    params = jax.tree.map(lambda p, u: p - lr * u, state.params, updates)
-""",
         ),
     ),
 )
+MEDIAN = """\
+    elif estimator == "median":
+        advantages = groups - np.nanmedian(groups, axis=1, keepdims=True)
+"""
 ESTIMATOR = Drill(
     "an estimator of advantages",
     row="add an estimator of advantages",
     edits=(
-        Edit(
-            "objectives.py",
-            '    "rloo": EstimatorFacts(),\n',
-            '    "rloo": EstimatorFacts(),\n    "median": EstimatorFacts(),\n',
+        added(
+            '    "median": EstimatorFacts(),\n', "objectives.py", '    "rloo": EstimatorFacts(),\n'
         ),
-        Edit(
-            "loss.py",
-            """\
-    elif estimator == "rloo":
-""",
-            """\
-    elif estimator == "median":
-        advantages = groups - np.nanmedian(groups, axis=1, keepdims=True)
-    elif estimator == "rloo":
-""",
-        ),
+        added(MEDIAN, "loss.py", '    elif estimator == "rloo":\n'),
     ),
 )
 DRILLS = (BUILT_IN_REWARD, DR_GRPO, OBJECTIVE, ESTIMATOR, COUNTDOWN, SCHEDULE, SETTING)

@@ -139,6 +139,10 @@ SHORT_IDS, LONG_IDS = [556, 21, 557, 2], [554, 201, 21, 13, 22, 201, 555, 201, 2
 BETWEEN = [201, 1, 525, 201, 35, 363, 223, 22, 315, 33, 2, 201, 1, 394, 503, 543, 201]
 
 
+def write_lines(file: Path, examples: list[dict]) -> None:
+    file.write_text("".join(json.dumps(example) + "\n" for example in examples))
+
+
 def chat(*texts: str) -> list[dict[str, str]]:
     """Messages of the user and of the assistant in turn."""
     return [
@@ -290,8 +294,7 @@ def test_columns_keep_their_names_and_a_held_out_answer_counts_as_one(
     answers = ["3", "4", "5", "3"] + ["3"] * 16  # the last two are held out
     answers[-1] = "6"
     columns = {"place": "here", "completion": "none", "tools": ["a tool"]}
-    lines = [json.dumps({"messages": chat(PENS, x)} | columns) + "\n" for x in answers]
-    file.write_text("".join(lines))
+    write_lines(file, [{"messages": chat(PENS, x)} | columns for x in answers])
     [example] = load_examples(str(file), "", "test", "messages", None, completion="")
     assert example["completions"] == (chat(PENS, "6")[1:], f"{file} example 20")
     assert example["question"] == PENS and example["prompts"] == chat(PENS)
@@ -358,7 +361,7 @@ def test_a_template_that_leaves_out_calls_of_tools_is_the_reason_and_not_an_exam
 ) -> None:
     template = tmp_path / "chat.jinja"
     file = tmp_path / "calls.jsonl"
-    file.write_text(f"{json.dumps({'messages': CALLED})}\n" * 20)
+    write_lines(file, [{"messages": CALLED}] * 20)
     template.write_text(PLAIN.replace("f()", ""))
     data = {"DATASET": str(file), "COMPLETION_COLUMN": "", "CHAT_TEMPLATE": str(template)}
     line = "in the train split the chat template leaves out assistant.tool_calls; set CHAT_TEMPLATE"
@@ -385,7 +388,7 @@ def test_what_is_too_long_is_counted_and_left_out_or_refused_by_its_example(
     file = tmp_path / "my.jsonl"
     lengths = [(3, 3), (30, 3), (3, 30), (4, 3), (1, 1)]  # words of questions and completions
     examples = [{"messages": chat("a " * q, "b " * c)} for q, c in lengths]
-    file.write_text("".join(json.dumps(example) + "\n" for example in examples))
+    write_lines(file, examples)
     given = {"DATASET": str(file), "COMPLETION_COLUMN": ""}
     run = run_of("MAX_PROMPT_LENGTH=40 MAX_LENGTH_SAMPLE=20", **given)
     assert [x.source[-9:] for x in run.train_prompts] == ["example 1", "example 4"]
@@ -395,9 +398,8 @@ def test_what_is_too_long_is_counted_and_left_out_or_refused_by_its_example(
     refused(lambda: run_of("MAX_PROMPT_LENGTH=9", **given), "every train prompt is longer")
     line = "every train completion is longer; the shortest has 5"
     refused(lambda: run_of("MAX_LENGTH_SAMPLE=2", **given), line)
-    examples[1] = {"messages": chat("a " * 1100, "b " * 1100)}
-    file.write_text("".join(json.dumps(example) + "\n" for example in examples))
-    line = "my.jsonl example 2 has "
+    write_lines(file, [{"messages": chat("a " * 1100, "b " * 1100)}, *examples])
+    line = "my.jsonl example 1 has "
     refused(lambda: run_of("MAX_LENGTH_SAMPLE=2000", **given), line, "and the model has 2048 pos")
 
 
@@ -414,7 +416,7 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
         turns = examples[2 * i : 2 * i + 1 + i % 3]
         texts = [text for e in turns for text in (e["question"], e["answer"][-6 * (i % 5 + 1) :])]
         made.append({"messages": chat(*texts), "answer": turns[0]["answer"]})
-    file.write_text("".join(json.dumps(example) + "\n" for example in made), encoding="utf-8")
+    write_lines(file, made)
     return file
 
 

@@ -329,13 +329,14 @@ def differences(what: str, ours: dict, theirs: dict) -> list[str]:
 # ---- Runs ----------------------------------------------------------------------------------------
 
 
-class Totals(NamedTuple):
+class Totals:
     """What has happened in several runs."""
 
-    struck: Counter  # of Fault
-    outcomes: Counter  # of (kind, what the exit codes and the next start were)
-    codes: Counter  # of all processes
-    steps: Counter  # "computed" and "counted"
+    def __init__(self) -> None:
+        self.struck: Counter = Counter()  # of Fault
+        self.outcomes: Counter = Counter()  # of (kind, what the exit codes were)
+        self.codes: Counter = Counter()  # of all processes
+        self.steps: Counter = Counter()  # "computed" and "counted"
 
 
 def run_to_its_end(
@@ -382,7 +383,7 @@ def run_to_its_end(
 
 def drill(folder: Path, processes: int, args: argparse.Namespace) -> list[str]:
     """Disturbs runs with so many processes; returns what was wrong."""
-    totals, wrong = Totals(*map(Counter, [()] * 4)), []
+    totals, wrong = Totals(), []
     end = time.monotonic() + 60 * args.minutes
 
     def goes_on(_: object) -> bool:
@@ -391,7 +392,7 @@ def drill(folder: Path, processes: int, args: argparse.Namespace) -> list[str]:
     for number in itertools.takewhile(goes_on, itertools.count(args.seed)):
         env = SETTINGS | {"SEED": str(number), "STEPS": str(args.steps)}
         ours, theirs = (folder / f"{name}{processes}_{number}" for name in ("run", "undisturbed"))
-        failed = run_to_its_end(theirs, env, processes, iter(()), Totals(*map(Counter, [()] * 4)))
+        failed = run_to_its_end(theirs, env, processes, iter(()), Totals())
         if failed:
             return failed
         chosen = random_faults(random.Random(number), processes, args.kinds, args.phases)

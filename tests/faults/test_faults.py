@@ -104,11 +104,11 @@ def test_a_disturbed_run_ends_like_the_undisturbed_one_and_what_is_planted_is_fo
     """With this SEED each fault in a step comes less than 0.1 s after the first step of its start:
     the run is killed before its first checkpoint, and two signals save one."""
     undisturbed, disturbed, out = (tmp_path / name for name in ("b", "a", "planted"))
-    none, totals = (Totals(*map(Counter, [()] * 4)) for _ in range(2))
+    totals = Totals()
     env = DEMANDING | environment("SEED=19869 SAVE_EVERY_STEPS=3")
     faults = [Fault("frozen", "evaluation"), Fault("killed", "step"), Fault("stopped", "step")]
     faults += [Fault("hung up", "step"), Fault("damaged", "export")]
-    assert run_to_its_end(undisturbed, env, 1, iter(()), none) == []
+    assert run_to_its_end(undisturbed, env, 1, iter(()), Totals()) == []
     assert run_to_its_end(disturbed, env, 1, iter(faults), totals) == []
     assert mistakes_in(disturbed, undisturbed) == []
     assert totals.struck == Counter(faults) and totals.codes[-9] in (1, 2) and totals.codes[0]

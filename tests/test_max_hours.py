@@ -367,7 +367,10 @@ OF_GRPO = [
     ("generate", 2, 4, True, 4, True),
     ("update_policy", 1, 4, False, 5, True),
 ]
-OF_SFT = [("compute_batch_logps_and_entropies", 1, 2, True, 2, True)]
+OF_SFT = [
+    ("log_sft_step", 1, 0, False, 1, True),
+    ("compute_batch_logps_and_entropies", 1, 2, True, 2, True),
+]
 
 
 def run_out(monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace, module, moment) -> None:

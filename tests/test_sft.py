@@ -1,5 +1,5 @@
 """train_sft.py: its updates are TRL's, it learns the assistant's turns with the tokens that end
-them, and a run of it is saved, stopped and refused as one of train_grpo.py.
+them, and a run of it is refused as one of train_grpo.py. test_max_hours.py stops one.
 
 goldens/sft.npz and sft.json have three steps of TRL 1.16's SFTTrainer: its labels, losses, norms of
 gradients and weights.
@@ -9,7 +9,6 @@ import dataclasses
 import json
 import re
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from mistakes import refused
-from runs import (
-    REPO,
-    Result,
-    assert_same_run,
-    environment,
-    few_examples,
-    run_as_user,
-    run_here,
-    train,
-    train_two,
-)
+from runs import REPO, Result, environment, few_examples, run_as_user, train, train_two
 from safetensors.numpy import save_file
 from small_model import GEMMA_TEMPLATES, train_layout, write_gemma
 from tokenizers.normalizers import Prepend
 
-import train_sft
 from chat import ChatFormat
 from config import Config, describe, load
 from data import Prompt, load_examples, read_question_and_answer
 from demonstrations import build_demonstrations
 from fingerprint import result_fingerprint
-from infra.log import RunLog
 from infra.resume import describe_changes
 from loss import Objective
 from model import hf
@@ -572,27 +559,6 @@ def test_two_processes_with_four_devices_each_do_not_change_a_run(
         ours, theirs = ([r[name] for r in x.records if name in r] for x in (result, undisturbed))
         assert len(ours) == (2 if name == "eval/loss" else 5)
         assert ours == pytest.approx(theirs[: len(ours)], rel=1e-4), name
-
-
-@pytest.mark.slow
-def test_a_run_that_is_stopped_ends_like_an_undisturbed_one(
-    undisturbed: Result, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The signal arrives when the third step is logged."""
-    settings, folder = SETTINGS | {"DATASET": str(conversations)}, tmp_path / "run"
-    log_sft_step = train_sft.log_sft_step
-
-    def log_and_stop(run: Run, log: RunLog, step: int, *others: Any) -> None:
-        log_sft_step(run, log, step, *others)
-        run.rollout.stop_signal._number = signal.SIGTERM * (step == 2)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train_sft, "log_sft_step", log_and_stop)
-        stopped = run_here(folder, train_sft, settings)
-    assert stopped.code == 143 and "STOPPED: SIGTERM steps=3 saved_step=3" in stopped.lines
-    resumed = run_here(folder, train_sft, settings)
-    assert resumed.code == 0 and "\nresumed after 3 of 10 steps" in resumed.lines
-    assert_same_run(folder, undisturbed.out, steps=10)
 
 
 @pytest.mark.slow

@@ -6,13 +6,15 @@ These tests run without the engine; test_engine.py has those that need it.
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
-from runs import finish, start
+from mistakes import refused
+from runs import environment, finish, start
 from small_model import MODEL
 
 from config import Config
@@ -29,64 +31,60 @@ from model.params import arrange_layers, init_params
 
 # ---- What stops a run ----------------------------------------------------------------------------
 
-CPU = SimpleNamespace(platform="cpu")
-V4 = SimpleNamespace(platform="tpu")
-
-
-def refusal(device: SimpleNamespace = CPU) -> str:
-    with pytest.raises(UserMistake) as error:
-        import_engine([device])
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
-def test_an_engine_is_refused_on_a_gpu() -> None:
-    gpu, words = SimpleNamespace(platform="gpu"), "needs a TPU, or a CPU for tests, not a gpu"
-    assert words in refusal(gpu)
-    with pytest.raises(UserMistake, match=words):  # as in --plan, which has no engine to import
-        raise_if_engine_cannot_compute(Config.from_env(BACKEND), MODEL_128, 100, [gpu])
-
-
+CPU, V4, GPU = (SimpleNamespace(platform=name) for name in ("cpu", "tpu", "gpu"))
+NO_GPU = "needs a TPU, or a CPU for tests, not a gpu"
+NO_FAMILY = "samples qwen2 and qwen3, and not this model's family; use"
 MODEL_128 = dataclasses.replace(MODEL, qkv_bias=True, head_dim=128)
 BACKEND = {"ROLLOUT_BACKEND": "sglang_jax", "MAX_LENGTH_SAMPLE": "64", "MODEL_PATH": "x"}
 
 
-@pytest.mark.parametrize(
-    "settings, devices, words",
-    [
-        ({"SGLANG_JAX_CONTEXT_LENGTH": "171"}, [V4], "CONTEXT_LENGTH=171, .* than 172 tokens"),
-        ({"SGLANG_JAX_MAX_TOTAL_TOKENS": "171"}, [CPU], "MAX_TOTAL_TOKENS=171, .* than 172"),
-        ({"SGLANG_JAX_MAX_TOTAL_TOKENS": "255"}, [V4], "=255, in pages of 128, has less than 172"),
-        ({}, [V4] * 3, "3 devices do not divide the model's 4 heads"),
-    ],
-)
-def test_lengths_and_devices_that_do_not_suit_the_engine_are_refused(
-    settings, devices, words
-) -> None:
+def check_engine(settings: str, devices: list[SimpleNamespace], change: dict[str, Any]) -> None:
     """The longest prompt has 100 tokens; with 64 new ones and 8 to spare these are 172."""
-    with pytest.raises(UserMistake, match=words):
-        raise_if_engine_cannot_compute(Config.from_env(BACKEND | settings), MODEL_128, 100, devices)
-    enough = dict.fromkeys(settings, "256" if devices == [V4] else "172")
-    raise_if_engine_cannot_compute(Config.from_env(BACKEND | enough), MODEL_128, 100, devices[:2])
+    cfg = Config.from_env(BACKEND | environment(settings))
+    raise_if_engine_cannot_compute(cfg, dataclasses.replace(MODEL_128, **change), 100, devices)
 
 
 @pytest.mark.parametrize(
-    "change, words",
+    "settings, devices, change, words",
     [
-        ({"qkv_bias": False}, "samples qwen2 and qwen3, and not this model.s family; use"),
-        (GEMMA, "samples qwen2 and qwen3, and not this model.s family; use"),
-        (QWEN35, "not this model.s family; use"),
-        ({"logits_softcap": 30.0}, "not this model.s family; use"),
-        ({"head_dim": 64}, "needs a head_dim that is a multiple of 128, and the model has 64"),
+        ("SGLANG_JAX_CONTEXT_LENGTH=171", [V4], {}, "CONTEXT_LENGTH=171, .* than 172 tokens"),
+        ("SGLANG_JAX_MAX_TOTAL_TOKENS=171", [CPU], {}, "MAX_TOTAL_TOKENS=171, .* than 172"),
+        ("SGLANG_JAX_MAX_TOTAL_TOKENS=255", [V4], {}, "=255, in pages of 128, has less than 172"),
+        ("", [V4] * 3, {}, "3 devices do not divide the model's 4 heads"),
+        ("", [GPU], {}, NO_GPU),  # as in --plan, which has no engine to import
+        ("", [CPU], {"qkv_bias": False}, NO_FAMILY),
+        ("", [CPU], GEMMA, NO_FAMILY),
+        ("", [CPU], QWEN35, "not this model's family; use"),
+        ("", [CPU], {"logits_softcap": 30.0}, "not this model's family; use"),
+        ("", [CPU], {"head_dim": 64}, "needs a head_dim that is a multiple of 128, .* has 64"),
     ],
 )
-def test_a_model_that_the_engine_cannot_compute_is_refused(change, words) -> None:
-    cfg = Config.from_env(BACKEND)
+def test_lengths_devices_and_models_that_do_not_suit_the_engine_are_refused(
+    settings: str, devices: list[SimpleNamespace], change: dict[str, Any], words: str
+) -> None:
     with pytest.raises(UserMistake, match=words):
-        raise_if_engine_cannot_compute(cfg, dataclasses.replace(MODEL_128, **change), 100, [CPU])
-    raise_if_engine_cannot_compute(cfg, MODEL_128, 100, [CPU])
-    if "head_dim" in change:  # the TPU's kernel pads it
-        raise_if_engine_cannot_compute(cfg, dataclasses.replace(MODEL_128, **change), 100, [V4])
+        check_engine(settings, devices, change)
+
+
+@pytest.mark.parametrize(
+    "settings, devices, change",
+    [
+        ("SGLANG_JAX_CONTEXT_LENGTH=256", [V4], {}),
+        ("SGLANG_JAX_MAX_TOTAL_TOKENS=172", [CPU], {}),
+        ("SGLANG_JAX_MAX_TOTAL_TOKENS=256", [V4], {}),
+        ("", [V4] * 2, {}),
+        ("", [CPU], {}),
+        ("", [V4], {"head_dim": 64}),  # the TPU's kernel pads it
+    ],
+)
+def test_lengths_devices_and_models_that_suit_the_engine_are_accepted(
+    settings: str, devices: list[SimpleNamespace], change: dict[str, Any]
+) -> None:
+    check_engine(settings, devices, change)
+
+
+def test_an_engine_is_not_imported_on_a_gpu() -> None:
+    refused(lambda: import_engine([GPU]), NO_GPU)
 
 
 def test_a_run_without_the_engine_ends_in_one_line_with_the_command_that_installs_it(
@@ -104,9 +102,8 @@ def test_a_run_without_the_engine_ends_in_one_line_with_the_command_that_install
 
 
 def test_the_arguments_of_the_engine_follow_from_the_run() -> None:
-    text = "BATCH_SIZE=3 NUM_PRE_Q=4 MAX_LENGTH_SAMPLE=64 SGLANG_JAX_MEM_FRACTION_STATIC=0.8"
-    env = dict(setting.split("=") for setting in text.split())
-    cfg = Config.from_env(env | {"ROLLOUT_BACKEND": "sglang_jax", "MODEL_PATH": "x"})
+    text = "BATCH_SIZE=3 NUM_PRE_Q=4 SGLANG_JAX_MEM_FRACTION_STATIC=0.8"
+    cfg = Config.from_env(BACKEND | environment(text))
     run = SimpleNamespace(
         cfg=cfg,
         learner=SimpleNamespace(compute=SimpleNamespace(model=MODEL_128)),
@@ -194,18 +191,9 @@ def test_every_weight_of_the_engine_gets_its_source(params) -> None:
 
 
 def test_weights_that_do_not_match_are_refused_by_name(params) -> None:
-    def words(change) -> str:
-        table, shapes = engine_table(copies=1)
-        change(shapes)
-        with pytest.raises(UserMistake) as error:
-            arrange_engine_weights(params, QWEN2, table, shapes)
-        return str(error.value)
-
-    def new_weight(shapes) -> None:
-        shapes["model.layers.0.self_attn.gate.weight"] = shapes["model.norm.scale"]
-
-    def lost(shapes) -> None:
-        del shapes["model.embed_tokens.embedding"]
-
-    assert "trainer, such as model.layers.0.self_attn.gate.weight; install" in words(new_weight)
-    assert "trainer, such as model.embed_tokens.embedding; install" in words(lost)
+    table, shapes = engine_table(copies=1)
+    new, lost = "model.layers.0.self_attn.gate.weight", "model.embed_tokens.embedding"
+    others = {path: shape for path, shape in shapes.items() if path != lost}
+    for name, changed in ((new, shapes | {new: shapes["model.norm.scale"]}), (lost, others)):
+        with pytest.raises(UserMistake, match=f"trainer, such as {name}; install"):
+            arrange_engine_weights(params, QWEN2, table, changed)

@@ -97,17 +97,32 @@ def code() -> dict[str, Path]:
 
 
 @functools.cache
-def imported(file: Path) -> set[str]:
-    """The modules of this project that a file imports, for annotations and by import_optional,
-    too."""
+def nodes_of(module: str) -> list[ast.AST]:
+    """The nodes of the syntax tree of a module."""
+    return [*ast.walk(ast.parse(code()[module].read_text(encoding="utf-8")))]
+
+
+def nodes(kind: type) -> list[ast.AST]:
+    """Those of a kind in all code."""
+    return [node for module in code() for node in nodes_of(module) if isinstance(node, kind)]
+
+
+def names_imported(module: str) -> set[str]:
+    """The packages and modules that a module imports, and what it takes from them, for annotations
+    and by import_optional, too."""
     names = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in nodes_of(module):
         if isinstance(node, ast.Import | ast.ImportFrom):
             from_module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             names |= {from_module + alias.name for alias in node.names} | {from_module[:-1]}
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "import_optional":
             names.add(node.args[0].value)
-    return names & code().keys()
+    return names - {""}
+
+
+def imported(module: str) -> set[str]:
+    """The modules of this project that a module imports."""
+    return names_imported(module) & code().keys()
 
 
 def room(module: str) -> str:
@@ -117,44 +132,42 @@ def room(module: str) -> str:
 @pytest.mark.style
 @pytest.mark.parametrize("module", code())
 def test_a_file_imports_only_from_its_room_and_the_rooms_below(module: str) -> None:
-    above = {name for name in imported(code()[module]) if room(name) not in ROOMS[room(module)]}
+    above = {name for name in imported(module) if room(name) not in ROOMS[room(module)]}
     assert above == OPTIONAL_IMPORTS.get(module, set())
 
 
 @pytest.mark.style
 def test_imports_have_no_circles() -> None:
-    graph = {name: imported(file) for name, file in code().items()}
+    graph = {name: imported(name) for name in code()}
     for script in ("train_grpo", "train_sft"):
-        graph[script] = graph[script] - OPTIONAL_IMPORTS[script]
+        graph[script] -= OPTIONAL_IMPORTS[script]
     graphlib.TopologicalSorter(graph).prepare()  # it raises CycleError
 
 
 @pytest.mark.style
 @pytest.mark.parametrize("module", ["loss", "model.logps", "loss_pallas"])
 def test_files_that_people_copy_alone_import_nothing_of_ours_that_imports_jax(module: str) -> None:
-    for name in imported(code()[module]):
-        file = code()[name]
-        assert imported(file) == imported_packages(file) == set(), f"copy {name} with {module}"
+    for name in imported(module):
+        assert imported(name) == imported_packages(name) == set(), f"copy {name} with {module}"
 
 
 @pytest.mark.style
 def test_only_families_py_asks_for_a_family_of_models_by_its_name() -> None:
     """And the engine, which has some of them; tools, recipes and tiny/ name models."""
     family = re.compile("gemma|qwen|mistral|smollm|granite|phi3", re.I)
-    files = {name: file for name, file in code().items() if room(name) in ROOMS["extras"]}
     asking = set()
-    for name, file in files.items():
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for module in code():
+        for node in nodes_of(module) if room(module) in ROOMS["extras"] else ():
             word = str(getattr(node, "id", getattr(node, "attr", getattr(node, "value", ""))))
             if family.search(word) and " " not in word:
-                asking.add(name)
+                asking.add(module)
     assert asking == {"model.families", "extras.sglang"}
 
 
 @pytest.mark.style
 def test_what_computes_takes_values_and_not_the_settings() -> None:
     for name in "data loss loss_pallas metrics rewards sampling update".split():
-        assert "config" not in imported(code()[name]), name
+        assert "config" not in imported(name), name
 
 
 @pytest.mark.parametrize(
@@ -180,23 +193,15 @@ def test_the_settings_that_lower_rooms_read_are_those_of_config() -> None:
 
 @pytest.mark.style
 def test_no_function_is_longer_than_the_rule_says() -> None:
-    longer = []
-    for name, file in code().items():
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 80:
-                longer.append((name, node.name))
-    assert longer == [("train_grpo", "main")]
+    functions = nodes(ast.FunctionDef)
+    longer = [node for node in functions if node.end_lineno - node.lineno >= 80]
+    assert [node.name for node in longer] == ["main"] and longer[0] in nodes_of("train_grpo")
 
 
 @pytest.mark.style
 def test_no_assertion_assigns_a_name_which_python_o_would_leave_out() -> None:
-    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in code().values()]
-    asserts = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Assert)]
-    assert asserts and not [
-        ast.unparse(node)
-        for node in asserts
-        if any(isinstance(part, ast.NamedExpr) for part in ast.walk(node))
-    ]
+    parts = [part for node in nodes(ast.Assert) for part in ast.walk(node)]
+    assert parts and not [ast.unparse(x) for x in parts if isinstance(x, ast.NamedExpr)]
 
 
 @pytest.mark.style
@@ -208,8 +213,7 @@ def test_no_test_file_imports_another() -> None:
 
 @pytest.mark.style
 def test_no_class_inherits_from_another_class_of_this_project() -> None:
-    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in code().values()]
-    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = nodes(ast.ClassDef)
     names = {node.name for node in classes}
     bases = {ast.unparse(base).rpartition(".")[2] for node in classes for base in node.bases}
     assert {"StopSignal", "Batch"} <= names and not names & bases
@@ -232,18 +236,12 @@ OPTIONAL = {"sglang-jax", "wandb", "trackio", "tensorboard", "reasoning_gym", "m
 OPTIONAL |= {"matplotlib", "pytest", "packaging"}  # without packaging versions are not compared
 
 
-def imported_packages(*files: Path) -> set[str]:
-    """What these files of the product, or all, import that is neither theirs nor Python's."""
-    names = set()
-    for file in files or code().values():
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                names |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                names.add(node.module)
+def imported_packages(*modules: str) -> set[str]:
+    """What these modules of the product, or all, import that is neither theirs nor Python's."""
+    names = {name for module in modules or code() for name in names_imported(module)}
     ours = {name.partition(".")[0] for name in code()}
-    modules = {name.partition(".")[0] for name in names} - ours - sys.stdlib_module_names
-    return {PACKAGES.get(module, module) for module in modules}
+    packages = {name.partition(".")[0] for name in names} - ours - sys.stdlib_module_names
+    return {PACKAGES.get(package, package) for package in packages}
 
 
 def requirements(name: str) -> dict[str, str]:

@@ -5,13 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
+from runs import REPO, environment
 
 import config
 from infra import settings
 from infra.sizes import derive_sizes
 
 pytestmark = pytest.mark.style  # what is true of these pages may not be true of a fork
-REPO = Path(__file__).resolve().parent.parent
 README = (REPO / "README.md").read_text(encoding="utf-8")
 OBJECTIVES = (REPO / "docs" / "objectives.md").read_text(encoding="utf-8")
 PAGES = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").glob("*.md"))]
@@ -43,8 +43,7 @@ def test_every_settings_of_an_objective_is_accepted() -> None:
     settings = [text for cell in found for text in re.findall(r"`(.*?)`", cell)]
     assert len(settings) == 22 and "the defaults" in found
     for text in settings:
-        env = dict(word.split("=", 1) for word in text.split())
-        config.Config.from_env({"MODEL_PATH": "m", "STEPS": "100", **env})
+        config.Config.from_env(environment(f"MODEL_PATH=m STEPS=100 {text}"))
 
 
 def test_the_files_of_the_reading_order_are_those_of_the_code() -> None:
@@ -68,12 +67,11 @@ def test_the_drawn_step_names_functions_of_the_code() -> None:
 
 def test_the_examples_of_the_units_are_the_sizes_of_these_settings() -> None:
     text = "ROLLOUT_GLOBAL_BATCH_SIZE=16 NUM_PRE_Q=8 PPO_EPOCHS=2 NUM_MINI_BATCHES=2 BATCH_SIZE=4"
-    env = dict(word.split("=") for word in f"{text} TRAIN_MICRO_BATCH_SIZE=16".split())
-    sizes = derive_sizes(config.Config.from_env(env | {"MODEL_PATH": "m"}), 1, 1)
+    env = environment(f"{text} TRAIN_MICRO_BATCH_SIZE=16 MODEL_PATH=m")
+    sizes = derive_sizes(config.Config.from_env(env), 1, 1)
     assert (sizes.global_batch, sizes.updates_per_step, sizes.passes_per_step) == (128, 4, 4)
     assert sizes.global_batch // 2 == 64 and sizes.grad_accum_steps == 4
-    rows = table(README, "Reading order")
-    examples = {unit: example for unit, _, example in rows}
+    examples = {unit: example for unit, _, example in table(README, "Reading order")}
     assert len(examples) == 9
     assert examples["step"] == "128 sequences (prompt and completion), 4 updates"
     assert examples["pass"] == "BATCH_SIZE=4: 4 passes of 4 prompts"
@@ -82,7 +80,9 @@ def test_the_examples_of_the_units_are_the_sizes_of_these_settings() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_and_files_that_a_page_names_exist(page: Path) -> None:
+def test_a_page_is_short_its_lines_fit_and_the_links_and_files_that_it_names_exist(
+    page: Path,
+) -> None:
     text = page.read_text(encoding="utf-8")
     for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):
         assert (page.parent / link).exists(), link
@@ -90,11 +90,6 @@ def test_links_and_files_that_a_page_names_exist(page: Path) -> None:
         r"`((?:extras|tools|model|infra|tiny|docs|recipes|tests)/\w+\.\w+)`", text
     ):
         assert (REPO / name).exists(), name
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_pages_are_short_and_their_lines_fit(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= (130 if page.name == "README.md" else 150)
     outside_code = re.sub(r"```.*?```", "", text, flags=re.S).splitlines()
     lines = [line for line in outside_code if not line.startswith(("|", "!["))]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
+from runs import environment
 
 from config import Config
 from extras.sglang import _draw, program_for_engines
@@ -24,6 +25,7 @@ from tools.plan import (
     Plan,
     array,
     bytes_per_device,
+    compile_program,
     known_config,
     list_programs,
     make_plan,
@@ -32,28 +34,21 @@ from tools.plan import (
 
 pytest.importorskip("libtpu", reason='libtpu: pip install "jax[tpu]"')
 pytestmark = pytest.mark.usefixtures("all_optimizations")
-RUN = {"NUM_PRE_Q": "8", "ROLLOUT_PER_DEVICE_BATCH_SIZE": "2", "MAX_LENGTH_SAMPLE": "1024"}
-RUN |= {"ROLLOUT_MESH_SHAPE": "2,1,4"}  # auto gives it to the models with all of their layers
-RUNS = {  # model, slice, settings
-    "3b": ("Qwen/Qwen2.5-3B", "v6e-8", {"GLOBAL_LENGTH": "512"}),
-    "0.5b": (
-        "Qwen/Qwen2.5-0.5B",
-        "v6e-8",
-        {"GLOBAL_LENGTH": "128", "MAX_LENGTH_SAMPLE": "128", "ROLLOUT_MESH_SHAPE": "auto"},
-    ),
-}
+# MODEL_PATH and settings. ROLLOUT_MESH_SHAPE=auto gives 2,1,4 to 3B with all of its layers.
+QWEN_3B = """Qwen/Qwen2.5-3B ROLLOUT_PER_DEVICE_BATCH_SIZE=2 GLOBAL_LENGTH=512
+    MAX_LENGTH_SAMPLE=1024 ROLLOUT_MESH_SHAPE=2,1,4"""
 KERNELS = [("v6e", 128, 0.0), ("v4", 128, 0.0), ("v6e", 64, 0.0), ("v5e", 256, 50.0)]
 
 
 @functools.cache
-def plan_of(run: str, **env: str) -> Plan:
-    """The plan of the run with two layers; lax.scan compiles the same program for any number."""
-    name, slice_name, sizes = RUNS[run]
+def plan_of(run: str) -> Plan:
+    """The plan of the run on a v6e-8, with two layers; lax.scan compiles the same program for any
+    number."""
+    name = run.split()[0]
     two_layers = dataclasses.replace(known_config(name), num_layers=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tools.plan.known_config", lambda *_: two_layers)
-        cfg = Config.from_env({"MODEL_PATH": name} | RUN | sizes | env)
-        return make_plan(cfg, slice_name)
+        return make_plan(Config.from_env(environment(f"NUM_PRE_Q=8 MODEL_PATH={run}")), "v6e-8")
 
 
 # ---- The collectives of a compiled program, from the text of its HLO -----------------------------
@@ -98,24 +93,15 @@ def collectives(hlo: str) -> list[Collective]:
     return instructions
 
 
-@functools.cache
 def collectives_of(plan: Plan, name: str) -> list[Collective]:
-    program = list_programs(plan)[name]
-    lowered = program.function.lower(*program.arguments, **program.static)
-    return collectives(lowered.compile().as_text())
-
-
-def smallest_weight(plan: Plan) -> int:
-    """The number of elements of wk in a layer."""
-    model = plan.training.model
-    return model.hidden_size * model.num_kv_heads * model.head_dim
+    return collectives(compile_program(list_programs(plan)[name]).as_text())
 
 
 # ---- Decode --------------------------------------------------------------------------------------
 
 
 def test_a_token_gathers_nothing_and_needs_two_all_reduces_and_two_exchanges_a_layer() -> None:
-    instructions = collectives_of(plan_of("3b"), "decode")
+    instructions = collectives_of(plan_of(QWEN_3B), "decode")
     assert not [x for x in instructions if x.kind == "all-gather"]
     kinds = [x.kind for x in instructions if x.loops == 2]
     assert sorted(kinds) == ["all-reduce", "all-reduce", "all-to-all", "all-to-all"]
@@ -123,7 +109,7 @@ def test_a_token_gathers_nothing_and_needs_two_all_reduces_and_two_exchanges_a_l
 
 def test_decode_reads_gate_and_up_by_rows_as_sync_weights_writes_them() -> None:
     """tp=4 gives a device 2752 of their columns, which are no multiple of 128."""
-    programs = list_programs(plan_of("3b"))
+    programs = list_programs(plan_of(QWEN_3B))
     written = programs["sync_weights"].function.eval_shape(*programs["sync_weights"].arguments)
     read = programs["decode"].arguments[0]
     formats = [[x.format for x in jax.tree.leaves(tree)] for tree in (written, read)]
@@ -135,7 +121,7 @@ def test_decode_reads_gate_and_up_by_rows_as_sync_weights_writes_them() -> None:
 def test_a_device_decodes_with_the_keys_and_values_of_its_sequences_alone() -> None:
     """16 sequences of 1024 tokens and 2 prompts of 512, each token with 2 * 2 * 2 * 128 bytes in
     each of two layers."""
-    _, _, state, *_ = list_programs(plan_of("3b"))["decode"].arguments
+    _, _, state, *_ = list_programs(plan_of(QWEN_3B))["decode"].arguments
     assert bytes_per_device(state.completion) == 16 * 1024 * 2048
     assert bytes_per_device(state.prompt) == 2 * 512 * 2048
     assert bytes_per_device(state.outputs) == 16 * (4 * 1024 + 4 * 1024 + 4)
@@ -146,11 +132,13 @@ def test_a_device_decodes_with_the_keys_and_values_of_its_sequences_alone() -> N
 
 @pytest.mark.slow
 def test_training_never_puts_a_complete_gradient_or_embedding_on_a_device() -> None:
-    plan = plan_of("0.5b")
-    table = plan.training.model.vocab_size * plan.training.model.hidden_size
+    plan = plan_of("Qwen/Qwen2.5-0.5B GLOBAL_LENGTH=128 MAX_LENGTH_SAMPLE=128")
+    model = plan.training.model
+    smallest_weight = model.hidden_size * model.num_kv_heads * model.head_dim  # wk of a layer
     instructions = collectives_of(plan, "micro_step")
     largest = {x.kind: x.elements for x in sorted(instructions, key=lambda x: x.elements)}
-    assert largest["all-reduce"] < smallest_weight(plan) and largest["all-gather"] < table
+    assert largest["all-reduce"] < smallest_weight
+    assert largest["all-gather"] < model.vocab_size * model.hidden_size
 
 
 @pytest.mark.parametrize(
@@ -258,25 +246,21 @@ DEVICES_AND_HOSTS = {
 }
 
 
-def test_a_slice_has_the_devices_and_hosts_that_the_cloud_gives() -> None:
+GCLOUD = {
+    "v5litepod-8": "v5e-8",
+    "v5litepod-16": "v5e-16",
+    "V5E-4": "v5e-4",
+    "V6E-8": "v6e-8",
+    "V5P-8": "v5p-8",
+}
+
+
+def test_a_slice_has_the_devices_and_hosts_that_the_cloud_gives_and_its_names_in_any_case() -> None:
     slices = {}
-    for name in chips.SLICES:
+    for name in [*chips.SLICES, *GCLOUD]:
         devices = slice_devices(name)
         slices[name] = len(devices), len({d.process_index for d in devices})
-        assert chips.chip_of(devices[0]) is chips.CHIPS[name.partition("-")[0]]
-    assert slices == DEVICES_AND_HOSTS
-
-
-@pytest.mark.parametrize(
-    "name, kind, devices",
-    [
-        ("v5litepod-8", "TPU v5 lite", 8),
-        ("v5litepod-16", "TPU v5 lite", 16),
-        ("V5E-4", "TPU v5 lite", 4),
-        ("V6E-8", "TPU v6 lite", 8),
-        ("V5P-8", "TPU v5", 4),
-    ],
-)
-def test_a_plan_knows_the_names_of_gcloud_in_any_case(name: str, kind: str, devices: int) -> None:
-    found = slice_devices(name)
-    assert (found[0].device_kind, len(found)) == (kind, devices)
+        chip = GCLOUD.get(name, name).partition("-")[0]
+        assert chips.chip_of(devices[0]) is chips.CHIPS[chip]
+    aliases = {alias: DEVICES_AND_HOSTS[name] for alias, name in GCLOUD.items()}
+    assert slices == DEVICES_AND_HOSTS | aliases

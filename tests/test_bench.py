@@ -7,16 +7,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import FASTER_TO_COMPILE, REPO
+from runs import FASTER_TO_COMPILE, REPO, run_as_user_here
 
 from model import hf
 from tools import bench
 
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+
 
 @pytest.mark.parametrize("mean_tokens, stop_ids", [(0, [-1]), (256, [0, 256, 512])])
 def test_one_token_of_many_or_none_ends_a_completion(tmp_path, mean_tokens, stop_ids) -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    bench.make_random_model(REPO / "tiny", tmp_path / "random", sizes)  # of 576 tokens
+    bench.make_random_model(REPO / "tiny", tmp_path / "random", SIZES)  # of 576 tokens
     bench.make_model(tmp_path / "random", tmp_path / "model", mean_tokens)
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert config["eos_token_id"] == stop_ids
@@ -26,8 +27,7 @@ def test_one_token_of_many_or_none_ends_a_completion(tmp_path, mean_tokens, stop
 
 @pytest.mark.slow
 def test_the_bench_of_a_step_measures_a_run_of_exact_lengths(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    bench.make_random_model(REPO / "tiny", tmp_path / "model", sizes)
+    bench.make_random_model(REPO / "tiny", tmp_path / "model", SIZES)
     work = tmp_path / "work"
     work.mkdir()
     keep = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PYTHONPATH")}
@@ -57,11 +57,9 @@ def test_the_bench_of_a_step_measures_a_run_of_exact_lengths(tmp_path: Path) -> 
     ],
 )
 def test_a_wrong_argument_is_refused_in_one_line(
-    command: str, message: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    command: str, message: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sys, "argv", command.split())
-    with pytest.raises(SystemExit) as ended:
-        bench.main()
-    assert ended.value.code == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert "error: " in last and message in last
+    script, *words = command.split()
+    done = run_as_user_here(tmp_path / "run", *words, SCRIPT=f"tools/{script}")
+    last = done.errors.splitlines()[-1]
+    assert done.code == 2 and "error: " in last and message in last

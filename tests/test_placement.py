@@ -153,11 +153,10 @@ def test_memory_is_the_compiler_s_limit_on_a_tpu_and_elsewhere_the_device_s_answ
     assert usable_memory_bytes(device("TPU v6 lite", bytes_limit=7)) == 33_554_432_000  # 31.25 GiB
     assert usable_memory_bytes(device("NVIDIA H100 80GB HBM3", bytes_limit=7)) == 7
     assert usable_memory_bytes(device("cpu")) == usable_memory_bytes(jax.devices()[0]) == math.inf
-    absent = device("NVIDIA L4")  # of which a run takes a part
-    absent.memory_stats = no_memory_stats
+    absent, h100 = device("NVIDIA L4"), device("NVIDIA H100 80GB HBM3")  # a run takes a part
+    absent.memory_stats = h100.memory_stats = no_memory_stats
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     assert usable_memory_bytes(absent) == pytest.approx(0.92 * 22 * 2**30)
-    h100 = types.SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3", memory_stats=no_memory_stats)
     assert f"{usable_memory_bytes(h100) / 2**30:.2f}" == "72.77"
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     assert usable_memory_bytes(absent) == pytest.approx(11 * 2**30)

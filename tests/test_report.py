@@ -4,21 +4,19 @@ extras/report.py.
 A report is read as its text; that a browser shows it well is nothing that a test can say.
 """
 
-import contextlib
-import io
 import json
 import math
-import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from runs import REPO, Result, environment, finish, start, start_script, train, wait_for
+from runs import REPO, Result, environment, finish, in_this_process, start, train, wait_for
 
 from extras import report
 from extras.report import History, Reviewer, first_steps, make_chart, read_history, render_report
@@ -47,18 +45,12 @@ def summary_of(out: Path) -> dict[str, Any]:
 
 def tool(*args: str | Path) -> tuple[int, str, str]:
     """Runs extras/report.py: its exit code, stdout and stderr."""
-    lines, errors, code = io.StringIO(), io.StringIO(), 0
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(lines),
-        contextlib.redirect_stderr(errors),
-    ):
+
+    def run(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(sys, "argv", ["report.py", *map(str, args)])
-        try:
-            report.main()
-        except SystemExit as end:
-            code = end.code
-    return code, lines.getvalue(), errors.getvalue()
+        report.main()
+
+    return in_this_process(Path(args[0]), run)[:3]
 
 
 # ---- Completions in the log ----------------------------------------------------------------------
@@ -239,11 +231,10 @@ def test_a_report_that_cannot_be_written_gets_a_line_and_the_run_goes_on(
 
 
 def test_what_is_no_run_ends_in_one_line_and_code_2(tmp_path: Path) -> None:
-    script, env = REPO / "extras" / "report.py", dict(os.environ)
-    process = start_script(script, str(tmp_path), cwd=REPO, env=env)
-    lines, errors = (text.decode() for text in process.communicate(timeout=300))
-    assert (process.returncode, lines) == (2, "")
-    assert errors == f"error: {tmp_path} has no config.yaml; give the OUTPUT_DIR of a run\n"
+    command = [sys.executable, REPO / "extras" / "report.py", tmp_path]
+    done = subprocess.run(command, text=True, capture_output=True, timeout=300)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: {tmp_path} has no config.yaml; give the OUTPUT_DIR of a run\n"
     assert not [*tmp_path.iterdir()]
 
 

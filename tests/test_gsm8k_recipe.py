@@ -64,23 +64,18 @@ def write_gsm8k(folder: Path, dataset: Path, *more: str) -> Result:
 def test_a_dataset_without_solutions_is_told(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
     done = write_gsm8k(tmp_path / "out", tmp_path)
-    assert (done.code, done.errors) == (
-        2,
-        f"error: --dataset {tmp_path}: an answer of split 'train' has no result after ####, '2'; "
-        "give a dataset with GSM8K's solutions\n",
-    )
+    lacks = "an answer of split 'train' has no result after ####, '2'"
+    line = f"error: --dataset {tmp_path}: {lacks}; give a dataset with GSM8K's solutions\n"
+    assert (done.code, done.errors) == (2, line)
 
 
 def test_long_solutions_are_left_out_of_the_training_questions_only(tmp_path: Path) -> None:
     rows = [{"question": "?", "answer": "<<1+1=2>>2 " * n + "#### 2"} for n in (0, 1, 2, 3)]
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    lines = [
-        f"{tmp_path}/out/train.jsonl has 3 questions",
-        f"{tmp_path}/out/test.jsonl has 4 questions",
-    ]
-    done = write_gsm8k(tmp_path / "out", tmp_path, "--most-equations", "2")
-    assert done.lines.splitlines() == lines
+    out = tmp_path / "out"
+    lines = [f"{out}/train.jsonl has 3 questions", f"{out}/test.jsonl has 4 questions"]
+    assert write_gsm8k(out, tmp_path, "--most-equations", "2").lines.splitlines() == lines
 
 
 @pytest.mark.slow
@@ -91,14 +86,13 @@ def test_the_commands_of_the_page_run_on_the_tiny_model(tmp_path: Path) -> None:
     recipe = ("--config", str(REPO / "recipes/gsm8k_135m.yaml"))
     small = environment(
         f"""ROLLOUT_GLOBAL_BATCH_SIZE=8 STEPS=2 MAX_LENGTH_SAMPLE=48 TRAIN_MICRO_BATCH_SIZE=8
-        EVAL_EVERY_STEPS=2 EVAL_PROMPTS=8 DATASET={data}
-        REWARD_FN=reward_correct,reward_format,{RECIPE}:reward_steps"""
+        DATASET={data} REWARD_FN=reward_correct,reward_format,{RECIPE}:reward_steps"""
     )
     sft = {"SCRIPT": "train_sft.py", "COMPLETION_COLUMN": "completion"}
     done = run_as_user_here(cold, *recipe, MODEL_PATH=str(REPO / "tiny"), **small | sft)
     assert done.code == 0, done.errors
-    small["MODEL_PATH"] = str(cold / "hf")
+    small |= {"MODEL_PATH": str(cold / "hf"), "EVAL_EVERY_STEPS": "2", "EVAL_PROMPTS": "8"}
     done = run_as_user_here(tmp_path / "grpo", *recipe, **small)
     assert done.code == 0, done.errors
-    steps = [record["step"] for record in done.records if "train-other/loss" in record]
-    assert steps == [0, 1]
+    assert [x["step"] for x in done.records if "train-other/loss" in x] == [0, 1]
+    assert [x["step"] for x in done.records if "eval/accuracy" in x] == [0, 2]

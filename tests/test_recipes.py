@@ -17,17 +17,13 @@ SMOKE_4B = {"ROLLOUT_GLOBAL_BATCH_SIZE": "16", "ROLLOUT_PER_DEVICE_BATCH_SIZE": 
 SMOKE_4B |= {"NUM_PRE_Q": "2", "TRAIN_PER_DEVICE_MICRO_BATCH_SIZE": "1"}
 
 
-def commands(recipe: Path) -> list[list[str]]:
-    """The words of each command in the comment at the top: commands are the indented lines."""
-    top = recipe.read_text(encoding="utf-8").split("\n\n")[0].replace("\\\n#", "")
-    return [shlex.split(line) for line in re.findall(r"^#     (.*)$", top, re.M)]
-
-
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_a_recipe_begins_with_the_command_that_runs_it(recipe: Path) -> None:
-    found = commands(recipe)
-    assert found and f"recipes/{recipe.name}" in found[-1]
-    for words in found:
+    """Commands are the indented lines of the comment at the top."""
+    top = recipe.read_text(encoding="utf-8").split("\n\n")[0].replace("\\\n#", "")
+    commands = [shlex.split(line) for line in re.findall(r"^#     (.*)$", top, re.M)]
+    assert commands and f"recipes/{recipe.name}" in commands[-1]
+    for words in commands:
         env = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
         assert words[len(env)] in ("./run_tpu.sh", "python")
         Config.from_env(env, recipe)

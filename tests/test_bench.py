@@ -1,13 +1,10 @@
 """Claims about tools/bench.py, which prints what docs/speed.md says."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from runs import FASTER_TO_COMPILE, REPO, run_as_user_here
+from runs import REPO, run_as_user, run_as_user_here
 
 from model import hf
 from tools import bench
@@ -30,13 +27,11 @@ def test_the_bench_of_a_step_measures_a_run_of_exact_lengths(tmp_path: Path) -> 
     bench.make_random_model(REPO / "tiny", tmp_path / "model", SIZES)
     work = tmp_path / "work"
     work.mkdir()
-    keep = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PYTHONPATH")}
+    words = f"""--model {tmp_path / "model"} --prompt-tokens 20 --steps 4 NUM_PRE_Q=4
+        ROLLOUT_GLOBAL_BATCH_SIZE=2 MAX_LENGTH_SAMPLE=90 TRAIN_MICRO_BATCH_SIZE=4 PPO_EPOCHS=2"""
     # Settings in the environment do not count.
-    env = keep | FASTER_TO_COMPILE | {"LEARNING_RATE": "fast"}
-    words = """--prompt-tokens 20 --steps 4 ROLLOUT_GLOBAL_BATCH_SIZE=2 NUM_PRE_Q=4
-        MAX_LENGTH_SAMPLE=90 TRAIN_MICRO_BATCH_SIZE=4 PPO_EPOCHS=2""".split()
-    command = [sys.executable, REPO / "tools" / "bench.py", "--model", tmp_path / "model", *words]
-    fields = json.loads(subprocess.check_output(command, cwd=work, env=env))
+    settings = {"SCRIPT": "tools/bench.py", "LEARNING_RATE": "fast"}
+    fields = json.loads(run_as_user(work / "run", *words.split(), **settings).lines)
     assert not [*work.iterdir()]
     assert (fields["plen"], fields["clen"], fields["tokens"]) == (20, 90, 2 * 4 * 90)
     update_s, step_s = fields["steady_train_s"], fields["steady_step_s"]

@@ -1,14 +1,11 @@
 """tools/gpu_check.py and tools/profile_step.py print and write what docs/speed.md says."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import pytest
-from runs import FASTER_TO_COMPILE, REPO, environment, few_examples, run_as_user_here
+from runs import REPO, TIMES, environment, few_examples, run_as_user, run_as_user_here
 
 import train_grpo
 from fingerprint import commit_of
@@ -22,6 +19,7 @@ MS = 1e6  # ns
 
 
 def test_the_summary_of_a_profile_has_kernels_of_programs_and_the_longest_waits() -> None:
+    """A trace has none where the profiler may not read the counters of a GPU."""
     kernels = [
         Kernel(0, 2 * MS, "jit_decode", "a"),
         Kernel(1 * MS, 5 * MS, "jit_decode", "b"),  # of another stream, beside a and c
@@ -47,12 +45,8 @@ def test_the_summary_of_a_profile_has_kernels_of_programs_and_the_longest_waits(
     many = [Kernel(i * i * MS, (i * i + 1) * MS, "jit_decode", str(i)) for i in range(9)]
     waits = [wait["ms"] for wait in summarize(many, 0.1)["longest_waits"]]
     assert waits == [14.0, 12.0, 10.0, 8.0, 6.0]
-
-
-def test_a_trace_without_a_device_has_no_kernels() -> None:
-    """So it is where the profiler may not read the counters of a GPU."""
-    fields = {"kernels": 0, "busy_share": 0.0, "programs": {}, "longest_waits": []}
-    assert summarize([], 2.0) == {"step_s": 2.0} | fields
+    none = {"kernels": 0, "busy_share": 0.0, "programs": {}, "longest_waits": []}
+    assert summarize([], 2.0) == {"step_s": 2.0} | none
 
 
 def test_attention_in_rounds_is_within_and_wrong_attention_is_not(
@@ -109,10 +103,8 @@ def test_the_check_prints_one_line_and_leaves_nothing_behind(tmp_path: Path) -> 
     work, temporary = tmp_path / "work", tmp_path / "tmp"
     work.mkdir()
     temporary.mkdir()
-    keep = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PYTHONPATH")}
-    env = keep | FASTER_TO_COMPILE | {"TMPDIR": str(temporary)}
-    command = [sys.executable, REPO / "tools" / "gpu_check.py"]
-    [line] = subprocess.check_output(command, cwd=work, env=env).splitlines()
+    settings = {"SCRIPT": "tools/gpu_check.py", "TMPDIR": str(temporary)}
+    [line] = run_as_user(work / "run", **settings).lines.splitlines()
     assert not [*work.iterdir(), *temporary.iterdir()]
     fields = json.loads(line)
     assert [*fields] == "device small attention jax commit runs".split()
@@ -149,10 +141,8 @@ def test_a_profiled_run_is_the_run_without_its_last_record(
     assert (plain.code, profiled.code) == (0, 0), plain.errors + profiled.errors
     [record] = profiled.records
     assert [x["step"] for x in plain.records] == [0, 1] and record["step"] == 0
-    same = {k: x for k, x in record.items() if not k.startswith(("time/", "memory/", "compile/"))}
-    same = {k: x for k, x in same.items() if not k.startswith("throughput/") or "computed" in k}
-    assert len(same) > 20
-    assert same.items() <= plain.records[0].items()
+    same = {k: x for k, x in record.items() if not k.startswith(TIMES) or "computed" in k}
+    assert len(same) > 20 and same.items() <= plain.records[0].items()
     assert len([*(tmp_path / "x").rglob("*.xplane.pb")]) == 1
     profile = json.loads((tmp_path / "x" / "profile.json").read_text())
     assert {"jit_decode", "jit_micro_step"} <= {*profile["programs"]}

@@ -1,6 +1,8 @@
 """Claims about metrics.py: what a run prints and records, on numbers worked by hand."""
 
 import dataclasses
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +12,7 @@ from config import Config
 from data import Prompt
 from evaluation import evaluation_record, majority_accuracy, pass_at, standard_error
 from infra.log import Clock, compile_seconds
-from metrics import PHASES, Step, step_lines, step_record
+from metrics import PHASES, Step, memory_peaks, step_lines, step_record
 from model.next_token import Sampling
 from rewards import RewardFunction, extract_answer, reward_correct
 from rows import Batch
@@ -142,6 +144,11 @@ def evaluated(
         function_rewards=np.array(rewards),
     )
     return evaluation_record(run_of(samples, temperature), 3, evaluation, clock(), full)
+
+
+def test_the_peak_of_the_host_is_that_of_the_kernel_in_gib() -> None:
+    kib = int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+    assert memory_peaks()["host_peak_gib"] == pytest.approx(kib / 2**20, rel=0.1)
 
 
 def test_several_samples_give_pass_at_k_and_the_error_is_over_questions() -> None:

@@ -45,11 +45,11 @@ QUICK = "not slow and not parity and not engine"  # the addopts of pyproject.tom
 # A worker takes one file after the other. The files that take longest come first, so that both
 # workers end together.
 LONGEST = """
-    test_reliability.py test_plan.py test_notebook.py test_verdict.py test_qwen35.py test_sft.py
-    test_teacher.py test_two_processes.py test_saved_work.py test_tpu.py test_run_tpu.py test_hub.py
-    test_resume.py test_turns.py test_train.py test_forks.py test_loss_pallas.py test_faults.py
-    test_optional.py test_replay_by_hand.py test_rollout.py test_mistakes.py test_mini_batches.py
-    test_processes.py test_scorer.py
+    test_plan.py test_verdict.py test_notebook.py test_two_processes.py test_max_hours.py
+    test_faults.py test_qwen35.py test_saved_work.py test_teacher.py test_sft.py test_forks.py
+    test_tpu.py test_reliability.py test_train.py test_hub.py test_run_tpu.py test_loss_pallas.py
+    test_processes.py test_guess.py test_scorer.py test_turns.py test_rollout.py test_resume.py
+    test_int8.py test_replay_by_hand.py test_gpu_check.py
 """.split()
 
 

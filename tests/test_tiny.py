@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from runs import REPO, run_as_user_here
 from safetensors.numpy import load_file
 
 from model import hf
@@ -15,7 +16,6 @@ from model.params import init_params
 from rewards import extract_answer, parse_number
 from tiny import make
 
-REPO = Path(__file__).resolve().parent.parent
 TINY = REPO / "tiny"
 
 
@@ -70,3 +70,12 @@ def test_make_tiny_makes_these_files_and_each_stage_trains_all_weights_of_anothe
     assert trained.keys() == untrained.keys()
     for name, weights in trained.items():
         assert np.isfinite(weights).all() and (weights != untrained[name]).any(), name
+
+
+def test_a_model_that_no_run_could_train_is_refused_in_one_line(tmp_path: Path) -> None:
+    folder, config = tmp_path / "model", json.dumps({"model_type": "gpt2"})
+    flags = "--folder", str(folder), "--config", config
+    done = run_as_user_here(tmp_path / "run", *flags, SCRIPT="tiny/make.py")
+    line = rf"error: {folder}/config.json: model_type='gpt2' is not supported; .* is\n$"
+    assert done.code == 2 and re.search(f"^{line}", done.errors, re.M)
+    assert "Traceback" not in done.errors

@@ -22,6 +22,13 @@ def test_one_token_of_many_or_none_ends_a_completion(tmp_path, mean_tokens, stop
     assert (model.hidden_size, model.intermediate_size, model.num_layers) == (32, 64, 1)
 
 
+def test_the_first_two_steps_are_not_counted() -> None:
+    seconds = (100.0, 10.0, 1.0, 3.0, 2.0)
+    records = [dict.fromkeys(bench.MEDIANS.values(), x) | {"compile/programs": x} for x in seconds]
+    fields = bench.measurements(records)
+    assert (fields["steady_step_s"], fields["recompiled"], fields["first_step_s"]) == (2, 6, 100)
+
+
 @pytest.mark.slow
 def test_the_bench_of_a_step_measures_a_run_of_exact_lengths(tmp_path: Path) -> None:
     bench.make_random_model(REPO / "tiny", tmp_path / "model", SIZES)

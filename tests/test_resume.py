@@ -308,6 +308,14 @@ def test_a_run_with_a_reference_must_find_the_same_weights_in_its_model(tmp_path
     assert ";" not in line
 
 
+def test_what_only_the_record_or_only_the_run_has_is_a_change() -> None:
+    record, now = {"seed": "1", "teacher": ""}, {"seed": "1", "remat": "full"}
+    assert describe_changes({"made_with": record}, now, "x") == (
+        "x was made with other settings or files: teacher was empty and is not there; "
+        "remat was not there and is full"
+    )
+
+
 REWARD = "def {}(completions, **columns):\n{}    return [0.0] * len(completions)\n"
 USER_FILES = {  # and by which name a change in the file is noticed
     "math/reward.py": ("import helper\n" + REWARD.format("right", ""), "reward.py"),

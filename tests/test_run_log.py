@@ -108,6 +108,16 @@ def test_a_checkpoint_knows_its_evaluations_the_best_step_and_the_lengths_of_the
     )
 
 
+def test_three_steps_that_are_not_finite_end_a_run_if_they_follow_each_other(
+    tmp_path: Path,
+) -> None:
+    lifecycle, wrong = life_of(tmp_path), "loss is nan"
+    for not_finite in (wrong, wrong, "", wrong, wrong):
+        lifecycle.finish_step(1, not_finite)
+    with pytest.raises(SystemExit, match=f"step 5: {wrong}, the last of 3 such steps in a row"):
+        lifecycle.finish_step(1, wrong)
+
+
 def test_a_run_without_a_reviewer_and_checkpoints_ends_and_is_not_begun_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -551,7 +551,7 @@ def test_the_completions_of_a_group_get_the_same_task_and_another_in_each_round(
     assert first == again
 
 
-def test_an_evaluation_has_the_same_tasks_at_every_step() -> None:
+def test_an_evaluation_has_the_same_tasks_at_every_step_and_turns_follow_their_task() -> None:
     run = run_of(*DICE, EVAL_SAMPLES="2", MAX_LENGTH_SAMPLE="100")
     scripts = [Script([["3<|im_end|>"] * 3] * 32, 100) for _ in range(2)]
     ids, rewards = [], []
@@ -564,6 +564,10 @@ def test_an_evaluation_has_the_same_tasks_at_every_step() -> None:
     assert scripts[0].asked == scripts[1].asked and len(scripts[0].asked) == 3  # turns
     assert ids[0] == ids[1] and rewards[0] == rewards[1]
     assert len({*map(tuple, ids[0])}) == 18
+    first, *later = scripts[0].asked
+    prompts = {number: prompt for prompt, number, _ in first}
+    for turn in later:
+        assert all(ids[: len(prompts[number])] == prompts[number] for ids, number, _ in turn)
 
 
 # ---- Rewards -------------------------------------------------------------------------------------
